@@ -1,0 +1,288 @@
+"""Casting: a model, a device and a scenario in, a prediction out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from castoff.casting.footprint import Footprint, footprint
+from castoff.casting.price import BOUNDS, Bound, Measured, Prices, Pricing, longest_term, price_program
+from castoff.casting.timeline import Timeline, schedule
+from castoff.dims import Array, Dim, ceil_div, largest, maximum
+from castoff.errors import CastoffError
+from castoff.model.decoder import record_step
+from castoff.model.setup import Setup, resolve_setup
+from castoff.ops.lengths import Lengths, Segment
+from castoff.ops.program import Program
+from castoff.spec.backend import Backend, Origin, load_backend, weakest
+from castoff.spec.device import Device
+from castoff.spec.model import ModelSpec
+from castoff.spec.scenario import Mode, RequestClass, Scenario, deal_to_rank, request_classes
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The requests of the heaviest rank: all whose caches it holds, and those of one pipeline micro-batch.
+
+    in_flight: micro-batches, at most one per pipeline stage. computed_tokens: new tokens of the whole deployment.
+    """
+
+    classes: tuple[RequestClass, ...]
+    resident: Lengths
+    micro: Lengths
+    in_flight: Dim
+    requests: Dim
+    computed_tokens: Dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """One structure, cast: everything that a scalar prediction and a sweep have in common."""
+
+    setup: Setup
+    batch: Batch
+    program: Program
+    prices: Prices
+    timeline: Timeline
+    footprint: Footprint
+    latency_s: Dim
+    host_s: float
+    bound: int | Array
+    origin: Origin
+    tokens_per_s: Dim
+    throughput_origin: Origin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """What would fit: requests per attention-DP rank at these lengths, and context at this batch; 0 for nothing."""
+
+    max_batch_per_device: int
+    max_context_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The cost of one step of a deployment.
+
+    latency_s: from the start of the step to its last token, host time included. tokens_per_s: tokens that users get
+    (decode, with accepted drafts) or that are computed (prefill), over the whole deployment.
+    """
+
+    model: ModelSpec
+    device: Device
+    backend: Backend
+    scenario: Scenario
+    cast: Cast
+    largest: Largest
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def mode(self) -> Mode:
+        """decode or prefill."""
+        return self.cast.setup.mode
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of the step."""
+        return float(self.cast.latency_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of the deployment."""
+        return float(self.cast.tokens_per_s)
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Tokens per second and device."""
+        return self.tokens_per_s / self.cast.setup.mesh.num_devices
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest device holds it."""
+        return bool(self.cast.footprint.fits)
+
+    @property
+    def bound(self) -> Bound:
+        """What the step waits for most."""
+        return BOUNDS[int(self.cast.bound)]
+
+    @property
+    def footprint(self) -> Footprint:
+        """Memory of the fullest device."""
+        return self.cast.footprint
+
+
+def cast(model: ModelSpec, device: Device, scenario: Scenario, *, measured: Measured | None = None) -> Prediction:
+    """Predict one step of `scenario`.
+
+    measured: op times that replace the backend's curves where name and shapes match.
+    Raises CastoffError where the scenario cannot run on this device whatever its size of memory; a step that only
+    does not fit is predicted, with `fits` false and the largest batch and context that would.
+    """
+    backend = load_backend(scenario.backend or device.default_backend)
+    setup = resolve_setup(model, device, backend, scenario, scenario.workload.mode)
+    classes = request_classes(scenario.workload, scenario.mtp)
+    if any(isinstance(dim, np.ndarray) for entry in classes for dim in (entry.count, entry.context, entry.query)):
+        raise CastoffError("cast takes one scenario; give arrays to castoff.sweep")
+    pricing = Pricing(device, backend, measured)
+    result = cast_structure(setup, pricing, classes, scenario)
+    return Prediction(
+        model=model,
+        device=device,
+        backend=backend,
+        scenario=scenario,
+        cast=result,
+        largest=largest_that_fits(setup, pricing, classes, scenario),
+        notes=tuple(_notes(model, result)),
+    )
+
+
+def cast_structure(setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario) -> Cast:
+    """Record, price and place one structure for a batch, which may hold arrays of scenarios."""
+    batch = batch_of_rank(setup, classes)
+    program = record_step(setup, batch.micro, repeat=not scenario.disable_repetition)
+    prices = price_program(program, pricing)
+    timeline = schedule(program, prices)
+    host_s = pricing.backend.host_s_per_step[setup.mode]
+    latency_s = _latency(timeline, batch) + host_s
+    origins = {price.origin for block in prices.values() for price in block}
+    origin = weakest([*origins, *([pricing.backend.host_origin] if host_s else [])])
+    gained: Dim = batch.computed_tokens if setup.mode == "prefill" else batch.requests * setup.mtp.tokens_per_step
+    assumed_acceptance = setup.mode == "decode" and setup.mtp.acceptance_is_assumed
+    return Cast(
+        setup=setup,
+        batch=batch,
+        program=program,
+        prices=prices,
+        timeline=timeline,
+        footprint=_footprint(setup, pricing, program, batch, scenario),
+        latency_s=latency_s,
+        host_s=host_s,
+        bound=_bound(program, prices),
+        origin=origin,
+        tokens_per_s=gained / latency_s,
+        throughput_origin=weakest([origin, "assumed"]) if assumed_acceptance else origin,
+    )
+
+
+def batch_of_rank(setup: Setup, classes: Sequence[RequestClass]) -> Batch:
+    """Deal a batch to the heaviest attention-DP rank and cut it into pipeline micro-batches."""
+    mine = deal_to_rank(classes, setup.mesh.dp.size)
+    stages = setup.mesh.pp.size
+    micro = deal_to_rank(mine, stages)
+    resident, part = _lengths(mine), _lengths(micro)
+    requests: Dim = 0
+    computed: Dim = 0
+    for entry in classes:
+        requests, computed = requests + entry.count, computed + entry.count * entry.query
+    return Batch(
+        classes=tuple(classes),
+        resident=resident,
+        micro=part,
+        in_flight=ceil_div(resident.requests, part.requests),
+        requests=requests,
+        computed_tokens=computed,
+    )
+
+
+def _lengths(classes: Sequence[RequestClass]) -> Lengths:
+    return Lengths(tuple(Segment(entry.count, entry.context, entry.query) for entry in classes))
+
+
+def _latency(timeline: Timeline, batch: Batch) -> Dim:
+    """A step of all micro-batches: they follow each other through the stages, spaced by the slowest stage."""
+    slowest: Dim = 0.0
+    for seconds in timeline.stage_s:
+        slowest = maximum(slowest, seconds)
+    return timeline.end_s + (batch.in_flight - 1) * slowest
+
+
+def _bound(program: Program, prices: Prices) -> int | Array:
+    """The term of BOUNDS that the op times, each counted for its longest term, add up to most."""
+    counts: dict[int, int] = {}
+    for entry in program.schedule:
+        counts[id(entry.block)] = counts.get(id(entry.block), 0) + 1
+    sums: list[Dim] = [0.0] * len(BOUNDS)
+    for block, count in counts.items():
+        for price in prices[block]:
+            bound = price.bound
+            if isinstance(bound, int):
+                sums[bound] = sums[bound] + count * price.seconds
+            else:
+                for index in range(len(BOUNDS)):
+                    sums[index] = sums[index] + np.where(bound == index, count * price.seconds, 0.0)
+    return longest_term(sums)
+
+
+def _footprint(setup: Setup, pricing: Pricing, program: Program, batch: Batch, scenario: Scenario) -> Footprint:
+    if scenario.reserved_memory_gb < 0:
+        raise CastoffError(f"--reserved-memory-gb must be at least 0, got {scenario.reserved_memory_gb:g}")
+    return footprint(
+        setup,
+        pricing.device,
+        pricing.backend,
+        program,
+        batch.resident,
+        reserved_bytes=scenario.reserved_memory_gb * GIB,
+    )
+
+
+def largest_that_fits(setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario) -> Largest:
+    """Largest batch per rank at the longest request's lengths, and longest context at this batch, that still fit."""
+    longest = classes[0]
+    mine = deal_to_rank([RequestClass(sum(int(entry.count) for entry in classes), 0, 1)], setup.mesh.dp.size)[0].count
+    context_cap = setup.model.max_position_embeddings - int(longest.query)
+
+    def fits(batch: Dim, context: Dim) -> Array:
+        rank_class = [RequestClass(batch * setup.mesh.dp.size, context, longest.query)]
+        own = batch_of_rank(setup, rank_class)
+        program = record_step(setup, own.micro)
+        return np.asarray(_footprint(setup, pricing, program, own, scenario).fits)
+
+    return Largest(
+        max_batch_per_device=_largest_true(lambda batch: fits(batch, longest.context), least=1),
+        max_context_length=_largest_true(lambda context: fits(mine, context), least=0, most=max(context_cap, 0)),
+    )
+
+
+_PROBES = 64
+
+
+def _largest_true(fits: Callable[[Array], Array], *, least: int, most: int = 2**40) -> int:
+    """Largest whole number in [least, most] for which a monotone test holds, or 0 for none; 64 probes at a time."""
+    low, high = least - 1, most
+    while low < high:
+        if low < least:
+            probes = np.unique(np.minimum(np.geomspace(max(least, 1), most, _PROBES).astype(np.int64), most))
+            probes = np.union1d(probes, [least])
+        else:
+            probes = np.unique(np.linspace(low + 1, high, _PROBES).astype(np.int64))
+        holds = fits(probes)
+        if not holds.any():
+            high = int(probes[0]) - 1
+            continue
+        best = int(np.nonzero(holds)[0][-1])
+        low = int(probes[best])
+        high = int(probes[best + 1]) - 1 if best + 1 < len(probes) else low
+    return max(low, 0)
+
+
+def _notes(model: ModelSpec, result: Cast) -> list[str]:
+    notes = []
+    longest = largest(result.batch.resident.longest)
+    if longest > model.max_position_embeddings:
+        notes.append(
+            f"requests reach {longest:.0f} tokens, beyond max_position_embeddings {model.max_position_embeddings} "
+            f"of {model.name}"
+        )
+    if model.checkpoint_quant is not None and result.setup.expert.action != "FP8":
+        notes.append(
+            f"{model.name} is published in FP8 and is priced as {result.setup.expert.action}; "
+            "--quantize-linear-action FP8 prices it as published"
+        )
+    return notes

@@ -1,0 +1,131 @@
+"""Seconds of an op call: its work on a device, driven by a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+
+from castoff.casting.collective import collective_s
+from castoff.dims import Array, Dim, maximum
+from castoff.ops.program import Block, OpCall, Program
+from castoff.ops.work import Part, Work
+from castoff.spec.backend import Backend, Curve, Origin, weakest
+from castoff.spec.device import Device
+
+Bound = Literal["compute", "vector", "memory", "communication", "launch"]
+BOUNDS: tuple[Bound, ...] = get_args(Bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Time of one call.
+
+    seconds: launch and the longest of the other terms. terms: seconds of each of BOUNDS on its own.
+    """
+
+    seconds: Dim
+    terms: tuple[Dim, ...]
+    origin: Origin
+
+    @property
+    def bound(self) -> int | Array:
+        """Index into BOUNDS of the longest term (per scenario); the first of equals."""
+        return longest_term(self.terms)
+
+
+def longest_term(terms: Sequence[Dim]) -> int | Array:
+    """Index of the largest term (per scenario); the first of equals."""
+    stacked: Array = np.stack(np.broadcast_arrays(*terms))
+    index: Array = np.argmax(stacked, axis=0)
+    return index if index.ndim else int(index)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measured op times: seconds by (op name, input shapes as written by `shapes_text`)."""
+
+    seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """What turns work into time."""
+
+    device: Device
+    backend: Backend
+    measured: Measured | None = None
+
+
+def shapes_text(call: OpCall) -> str:
+    """Input shapes of a call, weights included: `[4096, 6144], [576, 6144]`."""
+    return ", ".join("[" + ", ".join(_dim_text(dim) for dim in shape) + "]" for shape in call.input_shapes)
+
+
+def _dim_text(dim: Dim) -> str:
+    return "*" if isinstance(dim, np.ndarray) else f"{dim:.10g}"
+
+
+def part_terms(part: Part, device: Device, curve: Curve) -> tuple[Dim, Dim, Dim]:
+    """(compute, vector, memory) seconds of one part at the curve's efficiencies."""
+    bandwidth = device.memory.bandwidth_bytes_per_s
+    # The product of a number that is 0 needs no peak: a part without matrix work may name any dtype.
+    compute = _ratio(part.matrix_flops, device.matrix_flops_per_s.get(part.matrix_dtype, 0) * curve.compute_efficiency)
+    vector = _ratio(part.vector_flops, device.vector_flops_per_s["fp32"] * curve.vector_efficiency)
+    memory = _ratio(part.bytes, bandwidth * curve.memory_efficiency)
+    if isinstance(part.gather_bytes, np.ndarray) or part.gather_bytes:
+        memory = memory + part.gather_bytes / (bandwidth * curve.gather_efficiency)
+    return compute, vector, memory
+
+
+def _ratio(amount: Dim, rate: float) -> Dim:
+    return amount / rate if isinstance(amount, np.ndarray) or amount else 0.0
+
+
+def price_call(call: OpCall, pricing: Pricing) -> Price:
+    """Time of one call: a measured one where there is one, else the backend's curve for its family."""
+    work = call.op.work(call)
+    backend = pricing.backend
+    pure_collective = not work.parts
+    terms = list(_device_terms(work, call, pricing))
+    communication: Dim = 0.0
+    for collective in work.collectives:
+        communication = communication + collective_s(collective, pricing.device, backend.collectives.link_efficiency)
+    launch = backend.collectives.launch_s if pure_collective else backend.curve(call.family).launch_s
+    origins = [] if pure_collective else [backend.curve(call.family).origin]
+    if work.collectives:
+        origins.append(backend.collectives.origin)
+    every = (*terms, communication, launch)
+    if pricing.measured is not None:
+        known = pricing.measured.seconds.get((call.op.name, shapes_text(call)))
+        if known is not None:
+            return Price(known, every, "measured")
+    longest = maximum(maximum(terms[0], terms[1]), maximum(terms[2], communication))
+    return Price(launch + longest, every, weakest(origins))
+
+
+def _device_terms(work: Work, call: OpCall, pricing: Pricing) -> tuple[Dim, Dim, Dim]:
+    compute: Dim = 0.0
+    vector: Dim = 0.0
+    memory: Dim = 0.0
+    if work.parts:
+        curve = pricing.backend.curve(call.family)
+        for part in work.parts:
+            own = part_terms(part, pricing.device, curve)
+            compute, vector, memory = compute + own[0], vector + own[1], memory + own[2]
+    return compute, vector, memory
+
+
+Prices = Mapping[int, tuple[Price, ...]]
+
+
+def price_program(program: Program, pricing: Pricing) -> Prices:
+    """Prices of the calls of every distinct block, by the block's id()."""
+    return {id(block): price_block(block, pricing) for block in program.blocks}
+
+
+def price_block(block: Block, pricing: Pricing) -> tuple[Price, ...]:
+    """Prices of a block's calls, in order."""
+    return tuple(price_call(call, pricing) for call in block.calls)

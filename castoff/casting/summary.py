@@ -1,0 +1,119 @@
+"""A prediction's ops gathered for a report: by name (and shapes), by indexer bucket, by layer kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from castoff.casting.prediction import Prediction
+from castoff.casting.price import BOUNDS, Bound, Price, part_terms, shapes_text
+from castoff.casting.timeline import Span, spans
+from castoff.ops.program import OpCall
+from castoff.ops.work import Part
+from castoff.spec.backend import Origin, weakest
+
+
+@dataclass(slots=True)
+class BucketSummary:
+    """One named part of an op over all its calls; seconds is the part's longest term, summed."""
+
+    name: str
+    flops: float = 0.0
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class OpSummary:
+    """All calls of one op (and, if asked for, of one set of shapes).
+
+    bound: the term that the calls' time is counted for most. terms_s: seconds of every term of BOUNDS on its own.
+    shapes: input shapes and how many calls have them.
+    """
+
+    name: str
+    calls: int = 0
+    total_s: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    origin: Origin = "measured"
+    terms_s: dict[Bound, float] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0.0))
+    bound_s: dict[Bound, float] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0.0))
+    shapes: Counter[str] = field(default_factory=Counter)
+    buckets: dict[str, BucketSummary] = field(default_factory=dict)
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds per call."""
+        return self.total_s / self.calls
+
+    @property
+    def bound(self) -> Bound:
+        """What this op waits for most."""
+        return max(self.bound_s, key=lambda bound: self.bound_s[bound])
+
+
+@dataclass(frozen=True, slots=True)
+class KindSummary:
+    """One kind of block: how often the step runs it, the seconds of one and of all."""
+
+    name: str
+    calls: int
+    mean_s: float
+    total_s: float
+
+
+def op_summaries(prediction: Prediction, *, by_shapes: bool = False) -> list[OpSummary]:
+    """Ops of a step, the longest in total first."""
+    summaries: dict[str, OpSummary] = {}
+    cast = prediction.cast
+    for entry in cast.program.schedule:
+        for call, price in zip(entry.block.calls, cast.prices[id(entry.block)], strict=True):
+            shapes = shapes_text(call)
+            key = f"{call.op.name} {shapes}" if by_shapes else call.op.name
+            summary = summaries.setdefault(key, OpSummary(call.op.name))
+            _add(summary, call, price, shapes, prediction)
+    return sorted(summaries.values(), key=lambda summary: -summary.total_s)
+
+
+def _add(summary: OpSummary, call: OpCall, price: Price, shapes: str, prediction: Prediction) -> None:
+    work = call.op.work(call)
+    seconds = float(price.seconds)
+    summary.calls += 1
+    summary.total_s += seconds
+    summary.flops += float(work.flops)
+    summary.bytes += float(work.bytes)
+    summary.origin = weakest([summary.origin, price.origin])
+    summary.bound_s[BOUNDS[int(price.bound)]] += seconds
+    for bound, term in zip(BOUNDS, price.terms, strict=True):
+        summary.terms_s[bound] += float(term)
+    summary.shapes[shapes] += 1
+    for part in work.parts:
+        _add_bucket(summary.buckets.setdefault(part.name, BucketSummary(part.name)), part, call, prediction)
+
+
+def _add_bucket(bucket: BucketSummary, part: Part, call: OpCall, prediction: Prediction) -> None:
+    curve = prediction.backend.curve(call.family)
+    bucket.flops += float(part.matrix_flops + part.vector_flops)
+    bucket.bytes += float(part.bytes + part.gather_bytes)
+    bucket.seconds += float(max(part_terms(part, prediction.device, curve)))
+
+
+def kind_summaries(prediction: Prediction) -> list[KindSummary]:
+    """Blocks of a step by kind, in order of first use: embedding, layer kinds, head, draft calls."""
+    cast = prediction.cast
+    counts = Counter(id(entry.block) for entry in cast.program.schedule)
+    kinds: dict[str, KindSummary] = {}
+    for block in cast.program.blocks:
+        seconds = sum(float(price.seconds) for price in cast.prices[id(block)])
+        calls, total = counts[id(block)], counts[id(block)] * seconds
+        # With repetition off, equal blocks carry one key.
+        if block.key in kinds:
+            calls, total = calls + kinds[block.key].calls, total + kinds[block.key].total_s
+        kinds[block.key] = KindSummary(block.key, calls, total / calls, total)
+    return list(kinds.values())
+
+
+def op_spans(prediction: Prediction) -> list[Span]:
+    """Every op call of the step with its start and end, in program order."""
+    return list(spans(prediction.cast.program, prediction.cast.prices))

@@ -1,0 +1,106 @@
+"""The attention half of a decoder layer: mlapo, the indexer on full layers, attention over selected rows, o_proj."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from castoff.model.indexer import index_tokens
+from castoff.model.inputs import AbstractCaches, StepInputs
+from castoff.model.setup import Setup
+from castoff.model.sharding import exchange_heads, project_and_reduce
+from castoff.ops.attention import AttentionSizes, multihead_latent_attention
+from castoff.ops.collectives import all_gather, reduce_scatter
+from castoff.ops.linear import Weight
+from castoff.ops.mlapo import MlapoSizes, MlapoWeights, mlapo
+from castoff.ops.program import Abstract
+
+Weights = Mapping[str, Weight]
+
+
+def attention(
+    setup: Setup,
+    weights: Weights,
+    caches: AbstractCaches,
+    inputs: StepInputs,
+    layer: int,
+    normed_TD: Abstract,
+    topk_TK: Abstract | None,
+    *,
+    indexer: str,
+) -> tuple[Abstract, Abstract | None]:
+    """Attention of one layer over whole tokens; returns its output (whole or split) and the top-k ids it used.
+
+    indexer: "full" scores and selects, "shared" uses topk_TK, "reuse" uses topk_TK and still writes indexer keys,
+    "none" is dense attention.
+    """
+    model, mesh = setup.model, setup.mesh
+    heads = model.num_attention_heads // mesh.tp.size
+    kv_cache = caches.latent(layer)
+    q_THX, _, _, qa_normed_TQ = mlapo(
+        normed_TD, inputs.cos_TP, inputs.sin_TP, inputs.slot_mapping_T, kv_cache,
+        _mlapo_weights(weights), _mlapo_sizes(setup, heads), model.latent_norm_eps,
+    )  # fmt: skip
+    topk_TK = index_tokens(setup, weights, caches, inputs, layer, normed_TD, qa_normed_TQ, topk_TK, indexer=indexer)
+    sizes = AttentionSizes(
+        heads=heads * mesh.dcp.size,
+        qk_nope_head_dim=model.qk_nope_head_dim,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        kv_lora_rank=model.kv_lora_rank,
+        v_head_dim=model.v_head_dim,
+        cache_row_bytes=setup.cache.latent_row_bytes,
+        softmax_scale=model.softmax_scale,
+        topk_limit=setup.topk_limit,
+        shards=mesh.dcp.size,
+    )
+    # With DCP a rank attends with the heads of its whole DCP group, over the rows it holds.
+    q_THX = all_gather(q_THX, mesh.dcp, axis=1)
+    out_THV = multihead_latent_attention(
+        q_THX, kv_cache, topk_TK, inputs.block_tables, inputs.seq_lens_B, weights["self_attn.kv_b_proj"],
+        sizes, inputs.lengths, phase=setup.mode, quantized=setup.cache.action != "DISABLED",
+    )  # fmt: skip
+    if mesh.dcp.size > 1:
+        out_THV = _merge_shards(setup, out_THV, heads)
+    heads_TI = out_THV.view(out_THV.shape[0], heads * model.v_head_dim)
+    out_TD = project_and_reduce(
+        exchange_heads(heads_TI, mesh.o_proj_tp, mesh.tp),
+        weights["self_attn.o_proj"],
+        mesh.o_proj_tp,
+        mesh.tp,
+        inputs.lengths.tokens,
+        split=setup.sequence_parallel,
+        fused="matmul_all_reduce" in setup.fusions,
+    )
+    return out_TD, topk_TK
+
+
+def _merge_shards(setup: Setup, out_THV: Abstract, heads: int) -> Abstract:
+    """Partial outputs over the rows of each DCP rank to this rank's heads, weighted by their softmax sums."""
+    tokens, all_heads, width = out_THV.shape
+    dcp = setup.mesh.dcp
+    sums_HT = out_THV.recorder.tensor(all_heads, tokens, dtype="fp32")
+    all_gather(sums_HT, dcp)
+    mine_HX = reduce_scatter(out_THV.view(all_heads, tokens * width), dcp)
+    return mine_HX.view(tokens, heads, width)
+
+
+def _mlapo_weights(weights: Weights) -> MlapoWeights:
+    low_rank = "self_attn.q_a_proj" in weights
+    return MlapoWeights(
+        q_a=weights["self_attn.q_a_proj"] if low_rank else None,
+        q_a_norm=weights["self_attn.q_a_layernorm"] if low_rank else None,
+        q_b=weights["self_attn.q_b_proj" if low_rank else "self_attn.q_proj"],
+        kv_a=weights["self_attn.kv_a_proj_with_mqa"],
+        kv_a_norm=weights["self_attn.kv_a_layernorm"],
+    )
+
+
+def _mlapo_sizes(setup: Setup, heads: int) -> MlapoSizes:
+    model = setup.model
+    return MlapoSizes(
+        heads=heads,
+        qk_nope_head_dim=model.qk_nope_head_dim,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        kv_lora_rank=model.kv_lora_rank,
+        q_lora_rank=model.q_lora_rank or 0,
+        cache_row_bytes=setup.cache.latent_row_bytes,
+    )

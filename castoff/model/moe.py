@@ -1,0 +1,172 @@
+"""The MLP half of a decoder layer: dense, or routed experts with a shared one.
+
+With expert parallelism (ep_size > 1) a rank routes its share of the tokens, sends their copies to the experts' ranks
+and gets them back. Without it every rank of the experts' TP group computes all their tokens on a slice of each expert.
+"""
+
+from __future__ import annotations
+
+from castoff.dims import Dim, minimum
+from castoff.model.attention import Weights
+from castoff.model.setup import Setup
+from castoff.model.sharding import gather_tokens, join_tokens, project_and_reduce, reduce_tokens
+from castoff.ops.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    dispatch_ffn_combine,
+    reduce_scatter,
+    split_tokens,
+)
+from castoff.ops.linear import Weight, linear, quantize
+from castoff.ops.moe import (
+    expected_experts_touched,
+    grouped_matmul,
+    grouped_matmul_swiglu,
+    moe_gate,
+    moe_permute,
+    moe_unpermute,
+    swiglu,
+)
+from castoff.ops.norm import add
+from castoff.ops.program import Abstract
+
+SHARED_EXPERT_STREAM = "shared_expert"
+
+
+def dense_mlp(setup: Setup, weights: Weights, normed_TD: Abstract, tokens: Dim) -> Abstract:
+    """down(swiglu(gate_up(x))) over whole tokens; returns whole or split tokens."""
+    mesh = setup.mesh
+    x_TD = gather_tokens(normed_TD, mesh.mlp_tp, mesh.tp)
+    hidden_TI = swiglu(linear(x_TD, weights["mlp.gate_up_proj"]))
+    return project_and_reduce(
+        hidden_TI,
+        weights["mlp.down_proj"],
+        mesh.mlp_tp,
+        mesh.tp,
+        tokens,
+        split=setup.sequence_parallel,
+        fused="matmul_all_reduce" in setup.fusions,
+    )
+
+
+def moe(setup: Setup, weights: Weights, normed_TD: Abstract, tokens: Dim) -> Abstract:
+    """Routed and shared experts. Takes whole tokens, or split ones under sequence parallelism; returns the same."""
+    if setup.mesh.ep.size == 1:
+        return _tensor_parallel_moe(setup, weights, normed_TD, tokens)
+    return _expert_parallel_moe(setup, weights, normed_TD, tokens)
+
+
+def _tensor_parallel_moe(setup: Setup, weights: Weights, normed_TD: Abstract, tokens: Dim) -> Abstract:
+    mesh = setup.mesh
+    own = mesh.moe_tp
+    whole_TD = join_tokens(normed_TD, mesh.tp, tokens) if setup.sequence_parallel else normed_TD
+    x_TD = gather_tokens(whole_TD, own, mesh.tp)
+    shared_TD = _shared_expert(setup, weights, x_TD)
+    weights_TK, experts_TK = _route(setup, weights, x_TD)
+    rows_RD = moe_permute(x_TD, experts_TK)
+    rows_RD = _experts(setup, weights, rows_RD, tokens=x_TD.shape[0])
+    partial_TD = _with_shared(moe_unpermute(rows_RD, weights_TK), shared_TD)
+    return reduce_tokens(partial_TD, own, mesh.tp, tokens, split=setup.sequence_parallel)
+
+
+def _expert_parallel_moe(setup: Setup, weights: Weights, normed_TD: Abstract, tokens: Dim) -> Abstract:
+    mesh = setup.mesh
+    x_TD = normed_TD if setup.sequence_parallel else split_tokens(normed_TD, mesh.tp.size)
+    shared_over_tp = mesh.parallel.enable_shared_expert_tp
+    shared_input_TD = normed_TD if shared_over_tp and not setup.sequence_parallel else x_TD
+    if shared_over_tp and setup.sequence_parallel:
+        shared_input_TD = join_tokens(x_TD, mesh.tp, tokens)
+    external = mesh.shared_expert_ranks > 0
+    shared_TD = None if external else _shared_expert(setup, weights, shared_input_TD)
+    weights_TK, experts_TK = _route(setup, weights, x_TD)
+    rows_RD = _dispatch_compute_combine(setup, weights, x_TD, moe_permute(x_TD, experts_TK))
+    routed_TD = moe_unpermute(rows_RD, weights_TK)
+    split = setup.sequence_parallel
+    if shared_over_tp and shared_TD is not None:
+        shared_TD = reduce_scatter(shared_TD, mesh.tp) if split else all_reduce(shared_TD, mesh.tp)
+        return _with_shared(routed_TD if split else join_tokens(routed_TD, mesh.tp, tokens), shared_TD)
+    mine_TD = _with_shared(routed_TD, shared_TD)
+    return mine_TD if split else join_tokens(mine_TD, mesh.tp, tokens)
+
+
+def _dispatch_compute_combine(setup: Setup, weights: Weights, x_TD: Abstract, rows_RD: Abstract) -> Abstract:
+    """Send rows to the experts' ranks, compute there, and bring the results back: (R, D) to (R, D)."""
+    mesh, moe_spec = setup.mesh, setup.model.moe
+    hidden = rows_RD.shape[1]
+    # Tokens of one expert group: every rank of the ep and moe_tp groups brings as many as this one.
+    ranks = mesh.ep.size
+    group_tokens = x_TD.shape[0] * ranks * mesh.moe_tp.size
+    if mesh.parallel.host_external_shared_experts:
+        local_rows: Dim = group_tokens / mesh.shared_expert_ranks
+        sent_RD = all_to_all(rows_RD, mesh.ep, shape=(local_rows, hidden))
+        out_RD = _shared_mlp(weights, sent_RD)
+        return all_to_all(out_RD, mesh.ep, shape=rows_RD.shape)
+    per_column = group_tokens / mesh.moe_tp.size * moe_spec.num_experts_per_tok / (ranks - mesh.shared_expert_ranks)
+    # The busiest rank cannot get more than one copy per token and local expert.
+    most = group_tokens / mesh.moe_tp.size * min(moe_spec.num_experts_per_tok, mesh.experts_per_rank)
+    local_rows = minimum(per_column * mesh.parallel.expert_load_imbalance, most)
+    if "dispatch_ffn_combine" in setup.fusions and mesh.moe_tp.size == 1:
+        return dispatch_ffn_combine(
+            quantize(rows_RD, weights["mlp.experts.gate_up_proj"]) if setup.quantized_dispatch else rows_RD,
+            weights["mlp.experts.gate_up_proj"],
+            weights["mlp.experts.down_proj"],
+            _touched(setup, group_tokens),
+            local_rows,
+            mesh.ep,
+        )
+    if setup.quantized_dispatch:
+        rows_RD = quantize(rows_RD, weights["mlp.experts.gate_up_proj"])
+    sent_RD = all_to_all(rows_RD, mesh.ep, shape=(local_rows, hidden))
+    out_RD = _experts(setup, weights, all_gather(sent_RD, mesh.moe_tp), tokens=group_tokens)
+    return all_to_all(reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape)
+
+
+def _experts(setup: Setup, weights: Weights, rows_RD: Abstract, *, tokens: Dim) -> Abstract:
+    """The two grouped products on this rank's rows; `tokens` is how many chose experts."""
+    gate_up, down = weights["mlp.experts.gate_up_proj"], weights["mlp.experts.down_proj"]
+    touched = _touched(setup, tokens)
+    rows_RD = quantize(rows_RD, gate_up)
+    if "grouped_matmul_swiglu" in setup.fusions:
+        hidden_RI = grouped_matmul_swiglu(rows_RD, gate_up, touched)
+    else:
+        hidden_RI = quantize(swiglu(grouped_matmul(rows_RD, gate_up, touched)), down)
+    return grouped_matmul(hidden_RI, down, touched)
+
+
+def _touched(setup: Setup, tokens: Dim) -> Dim:
+    moe_spec = setup.model.moe
+    return expected_experts_touched(
+        tokens, moe_spec.n_routed_experts, moe_spec.num_experts_per_tok, setup.mesh.experts_per_rank
+    )
+
+
+def _route(setup: Setup, weights: Weights, x_TD: Abstract) -> tuple[Abstract, Abstract]:
+    moe_spec = setup.model.moe
+    return moe_gate(
+        x_TD,
+        weights["mlp.gate"],
+        weights["mlp.gate.e_score_correction_bias"],
+        experts_per_token=moe_spec.num_experts_per_tok,
+        groups=moe_spec.n_group,
+        # An external shared expert is one more expert of every token.
+        appended=1 if setup.mesh.shared_expert_ranks else 0,
+    )
+
+
+def _shared_expert(setup: Setup, weights: Weights, x_TD: Abstract) -> Abstract | None:
+    if setup.model.moe.n_shared_experts == 0:
+        return None
+    if not setup.multistream:
+        return _shared_mlp(weights, x_TD)
+    with x_TD.recorder.on_stream(SHARED_EXPERT_STREAM):
+        return _shared_mlp(weights, x_TD)
+
+
+def _shared_mlp(weights: Weights, x_TD: Abstract) -> Abstract:
+    gate_up: Weight = weights["mlp.shared_experts.gate_up_proj"]
+    return linear(swiglu(linear(x_TD, gate_up)), weights["mlp.shared_experts.down_proj"])
+
+
+def _with_shared(routed_TD: Abstract, shared_TD: Abstract | None) -> Abstract:
+    return routed_TD if shared_TD is None else add(routed_TD, shared_TD)

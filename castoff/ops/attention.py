@@ -1,0 +1,134 @@
+"""multihead_latent_attention: scores and values over the latent cache.
+
+Axes: T tokens, H heads of this rank, N qk_nope, P qk_rope, R kv_lora_rank, V v_head_dim, K selected tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from castoff.dims import Dim
+from castoff.ops.lengths import Lengths
+from castoff.ops.linear import Weight
+from castoff.ops.program import Abstract, Op, OpCall, Shapes
+from castoff.ops.work import Part, Work
+
+# Scale, max, subtract, exponent and sum per score.
+SOFTMAX_OPERATIONS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """Sizes on this rank. topk_limit is None for dense attention; `shards` ranks split the cached rows by token."""
+
+    heads: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    kv_lora_rank: int
+    v_head_dim: int
+    cache_row_bytes: int
+    softmax_scale: float
+    topk_limit: int | None
+    shards: int = 1
+
+
+def _shapes(q_THX: Abstract, *_: Abstract | None, sizes: AttentionSizes, **__: object) -> Shapes:
+    return (((q_THX.shape[0], sizes.heads, sizes.v_head_dim), "bf16"),)
+
+
+def _absorbed_work(call: OpCall) -> Work:
+    sizes: AttentionSizes = call.attributes["sizes"]
+    lengths: Lengths = call.attributes["lengths"]
+    q_THX, topk_TK = call.tensor(0), call.inputs[2]
+    tokens, heads, rank = q_THX.shape[0], sizes.heads, sizes.kv_lora_rank
+    kv_b: Weight = call.attributes["kv_b"]
+    if sizes.topk_limit is None:
+        rows = lengths.visible / sizes.shards
+        reads = Part("kv_read", bytes=lengths.total_tokens / sizes.shards * sizes.cache_row_bytes)
+    else:
+        rows = lengths.selected(sizes.topk_limit) / sizes.shards
+        reads = Part("kv_gather", gather_bytes=rows * sizes.cache_row_bytes, gather_rows=rows)
+    output: Dim = call.outputs[0].bytes
+    ids = topk_TK.bytes if topk_TK is not None else 0
+    return Work(
+        (
+            Part(
+                "q_absorb", 2 * tokens * heads * sizes.qk_nope_head_dim * rank, "bf16", bytes=q_THX.bytes + kv_b.bytes
+            ),
+            Part("qk", 2 * rows * heads * (rank + sizes.qk_rope_head_dim), "bf16"),
+            Part("softmax", vector_flops=SOFTMAX_OPERATIONS * rows * heads),
+            Part("pv", 2 * rows * heads * rank, "bf16"),
+            Part("v_up", 2 * tokens * heads * rank * sizes.v_head_dim, "bf16", bytes=output + ids),
+            reads,
+        )
+    )
+
+
+def _expanded_work(call: OpCall) -> Work:
+    """Dense prefill: keys and values of every visible token are expanded through kv_b, then ordinary attention."""
+    sizes: AttentionSizes = call.attributes["sizes"]
+    lengths: Lengths = call.attributes["lengths"]
+    kv_b: Weight = call.attributes["kv_b"]
+    q_THX = call.tensor(0)
+    heads, key_dim = sizes.heads, sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+    cached, pairs = lengths.total_tokens / sizes.shards, lengths.visible / sizes.shards
+    expanded = heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
+    return Work(
+        (
+            Part(
+                "kv_expand",
+                2 * cached * sizes.kv_lora_rank * expanded,
+                "bf16",
+                bytes=kv_b.bytes + 4 * cached * expanded,
+            ),
+            Part("qk", 2 * pairs * heads * key_dim, "bf16", bytes=q_THX.bytes),
+            Part("softmax", vector_flops=SOFTMAX_OPERATIONS * pairs * heads),
+            Part("pv", 2 * pairs * heads * sizes.v_head_dim, "bf16", bytes=call.outputs[0].bytes),
+            Part("kv_read", bytes=cached * sizes.cache_row_bytes),
+        ),
+        workspace_bytes=2 * cached * expanded,
+    )
+
+
+def _work(call: OpCall) -> Work:
+    sizes: AttentionSizes = call.attributes["sizes"]
+    dense_prefill = sizes.topk_limit is None and call.attributes["phase"] == "prefill"
+    return _expanded_work(call) if dense_prefill else _absorbed_work(call)
+
+
+SPARSE = Op("multihead_latent_attention", "sparse_attention", _shapes, _work)
+SPARSE_QUANT = Op("multihead_latent_attention_quant", "sparse_attention", _shapes, _work)
+DENSE = Op("multihead_latent_attention", "dense_attention", _shapes, _work)
+DENSE_QUANT = Op("multihead_latent_attention_quant", "dense_attention", _shapes, _work)
+
+
+def multihead_latent_attention(
+    q_THX: Abstract,
+    kv_cache: Abstract,
+    topk_TK: Abstract | None,
+    block_tables: Abstract,
+    seq_lens_B: Abstract,
+    kv_b: Weight,
+    sizes: AttentionSizes,
+    lengths: Lengths,
+    *,
+    phase: str,
+    quantized: bool,
+) -> Abstract:
+    """Latent attention over the selected rows (sparse) or all visible ones (dense).
+
+        q_latent = q_nope · W_uk                     per head, (T, H, R); W_uk, W_uv are the two halves of kv_b
+        s_tj     = (q_latent · latent_j + q_rope · key_j) · softmax_scale       j among topk_t, or all visible
+        o_th     = (sum_j softmax(s)_tj · latent_j) · W_uv
+
+    q_THX: (T, H, N + P). topk_TK: int32 ids (T, K), −1 for none; None is dense attention. Returns (T, H, V).
+    A request with fewer visible rows than topk_limit attends to those it has. Dense attention in the prefill phase
+    expands keys and values instead of absorbing, with equal results up to rounding.
+    """
+    assert (topk_TK is None) == (sizes.topk_limit is None), "sparse attention needs the top-k ids, dense has none"
+    plain, quant = (DENSE, DENSE_QUANT) if sizes.topk_limit is None else (SPARSE, SPARSE_QUANT)
+    op = quant if quantized else plain
+    return op(
+        q_THX, kv_cache, topk_TK, block_tables, seq_lens_B, kv_b.values,
+        kv_b=kv_b, sizes=sizes, lengths=lengths, phase=phase,
+    )[0]  # fmt: skip

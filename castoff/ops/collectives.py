@@ -1,0 +1,133 @@
+"""Collectives. In a group of one rank they do nothing and record nothing.
+
+The first axis is tokens (or rows); the last is features.
+"""
+
+from __future__ import annotations
+
+from castoff.dims import Dim, ceil_div, maximum
+from castoff.ops.linear import Weight, product_part
+from castoff.ops.moe import SWIGLU_OPERATIONS, grouped_part
+from castoff.ops.program import Abstract, Op, OpCall, Shapes
+from castoff.ops.work import Collective, CollectiveKind, Part, Work
+from castoff.spec.mesh import Group
+
+
+def _same(x: Abstract, *, group: Group, shape: tuple[Dim, ...] | None = None) -> Shapes:
+    return ((x.shape if shape is None else shape, x.dtype),)
+
+
+def _work(call: OpCall) -> Work:
+    kind: CollectiveKind = call.op.name  # type: ignore[assignment]
+    sent, held = call.tensor(0).bytes, call.outputs[0].bytes
+    # The busiest rank of an uneven all_to_all may receive more than it sends.
+    message = {"all_gather": held, "all_to_all": maximum(sent, held)}.get(kind, sent)
+    return Work(collectives=(Collective(kind, message, call.attributes["group"]),))
+
+
+ALL_REDUCE = Op("all_reduce", "collective", _same, _work)
+ALL_GATHER = Op("all_gather", "collective", _same, _work)
+REDUCE_SCATTER = Op("reduce_scatter", "collective", _same, _work)
+ALL_TO_ALL = Op("all_to_all", "collective", _same, _work)
+SEND_RECV = Op("send_recv", "collective", _same, _work)
+
+
+def all_reduce(x: Abstract, group: Group) -> Abstract:
+    """Sum over the group, on every rank."""
+    return x if group.size == 1 else ALL_REDUCE(x, group=group)[0]
+
+
+def all_gather(x: Abstract, group: Group, *, axis: int = 0) -> Abstract:
+    """Pieces of the group's ranks joined along an axis."""
+    if group.size == 1:
+        return x
+    shape = list(x.shape)
+    shape[axis] = shape[axis] * group.size
+    return ALL_GATHER(x, group=group, shape=tuple(shape))[0]
+
+
+def reduce_scatter(x: Abstract, group: Group) -> Abstract:
+    """Sum over the group; every rank keeps its piece of the first axis (padded to a whole number of pieces)."""
+    if group.size == 1:
+        return x
+    return REDUCE_SCATTER(x, group=group, shape=(ceil_div(x.shape[0], group.size), *x.shape[1:]))[0]
+
+
+def all_to_all(x: Abstract, group: Group, *, shape: tuple[Dim, ...]) -> Abstract:
+    """Every rank sends a piece of x to every other; `shape` is what one rank holds afterwards."""
+    return x.view(*shape) if group.size == 1 else ALL_TO_ALL(x, group=group, shape=shape)[0]
+
+
+def send_recv(x: Abstract, group: Group) -> Abstract:
+    """x, handed to the next pipeline stage."""
+    return SEND_RECV(x, group=group)[0]
+
+
+def split_tokens(x: Abstract, ranks: int) -> Abstract:
+    """This rank's piece of the first axis: a view, nothing moves."""
+    return x if ranks == 1 else x.view(ceil_div(x.shape[0], ranks), *x.shape[1:])
+
+
+def _matmul_all_reduce_shapes(x_TI: Abstract, weight_OI: Abstract, *, weight: Weight, group: Group) -> Shapes:
+    return (((x_TI.shape[0], weight_OI.shape[0]), "bf16"),)
+
+
+def _matmul_all_reduce_work(call: OpCall) -> Work:
+    out_features = call.tensor(1).shape[0]
+    assert isinstance(out_features, int)
+    part = product_part("matmul", call.tensor(0), call.attributes["weight"], out_features)
+    return Work((part,), (Collective("all_reduce", call.outputs[0].bytes, call.attributes["group"]),))
+
+
+MATMUL_ALL_REDUCE = Op("matmul_all_reduce", "matmul", _matmul_all_reduce_shapes, _matmul_all_reduce_work)
+
+
+def matmul_all_reduce(x_TI: Abstract, weight: Weight, group: Group) -> Abstract:
+    """all_reduce(linear(x, weight)) in one kernel that sends tiles as they are done; x is in the weight's format."""
+    return MATMUL_ALL_REDUCE(x_TI, weight.values, weight=weight, group=group)[0]
+
+
+def _dispatch_ffn_combine_shapes(
+    rows_RD: Abstract, *_: Abstract, gate_up: Weight, down: Weight, touched: Dim, local_rows: Dim, group: Group
+) -> Shapes:
+    return ((rows_RD.shape, "bf16"),)
+
+
+def _dispatch_ffn_combine_work(call: OpCall) -> Work:
+    rows_RD = call.tensor(0)
+    gate_up: Weight = call.attributes["gate_up"]
+    down: Weight = call.attributes["down"]
+    local_rows, touched, group = (call.attributes[name] for name in ("local_rows", "touched", "group"))
+    width = down.values.shape[2]
+    local_RD = rows_RD.view(local_rows, rows_RD.shape[1])
+    middle_RI = rows_RD.recorder.tensor(local_rows, width, dtype=down.matrix_dtype)
+    operations = SWIGLU_OPERATIONS + (4 if down.quantizes_activations else 0)
+    return Work(
+        (
+            grouped_part(local_RD, gate_up, touched, middle_RI.bytes),
+            Part("swiglu", vector_flops=operations * middle_RI.elements),
+            grouped_part(middle_RI, down, touched, 2 * local_RD.elements),
+        ),
+        (
+            Collective("all_to_all", maximum(rows_RD.bytes, local_RD.bytes), group),
+            Collective("all_to_all", maximum(call.outputs[0].bytes, 2 * local_RD.elements), group),
+        ),
+    )
+
+
+DISPATCH_FFN_COMBINE = Op(
+    "dispatch_ffn_combine", "grouped_matmul", _dispatch_ffn_combine_shapes, _dispatch_ffn_combine_work
+)
+
+
+def dispatch_ffn_combine(
+    rows_RD: Abstract, gate_up: Weight, down: Weight, touched: Dim, local_rows: Dim, group: Group
+) -> Abstract:
+    """Dispatch, the experts' two products with SwiGLU between, and combine, in one kernel that overlaps them.
+
+    rows_RD: this rank's token copies (R, D) in expert order; local_rows: rows that its experts receive. Returns (R, D).
+    """
+    return DISPATCH_FFN_COMBINE(
+        rows_RD, gate_up.values, down.values,
+        gate_up=gate_up, down=down, touched=touched, local_rows=local_rows, group=group,
+    )[0]  # fmt: skip

@@ -1,0 +1,103 @@
+"""RMSNorm, alone and fused with the residual addition and with dynamic quantisation.
+
+Axes: T tokens, D hidden. `eps` may be any positive number; it changes no shape and no work.
+"""
+
+from __future__ import annotations
+
+from castoff.ops.linear import Weight, sum_bytes
+from castoff.ops.program import Abstract, Op, OpCall, Shapes
+from castoff.ops.work import Part, Work
+from castoff.spec.quant import LinearFormat
+
+# Square, sum, scale and weight per value; the addition and the quantisation come on top.
+_NORM_OPERATIONS = 4
+
+
+def _work(call: OpCall) -> Work:
+    x_TD = call.tensor(0)
+    added = any(value is not None and value.kind == "activation" for value in call.inputs[1:])
+    quantized = call.attributes.get("format") is not None
+    operations = _NORM_OPERATIONS + (1 if added else 0) + (4 if quantized else 0)
+    moved = sum_bytes(call.outputs)
+    for value in call.inputs:
+        if value is not None:
+            moved = moved + value.bytes
+    return Work((Part("norm", vector_flops=operations * x_TD.elements, bytes=moved),))
+
+
+def _normed(x_TD: Abstract, *_: Abstract, eps: float) -> Shapes:
+    return ((x_TD.shape, "bf16"),)
+
+
+def _normed_and_residual(x_TD: Abstract, *_: Abstract, eps: float) -> Shapes:
+    return ((x_TD.shape, "bf16"), (x_TD.shape, "bf16"))
+
+
+def _quantized(x_TD: Abstract, *_: Abstract, eps: float, format: LinearFormat) -> Shapes:
+    *tokens, width = x_TD.shape
+    assert isinstance(width, int)
+    return ((x_TD.shape, format.activation_dtype), ((*tokens, format.activation_scales(width)), "fp32"))
+
+
+def _quantized_and_residual(x_TD: Abstract, *_: Abstract, eps: float, format: LinearFormat) -> Shapes:
+    return (*_quantized(x_TD, eps=eps, format=format), (x_TD.shape, "bf16"))
+
+
+def _add_shapes(x_TD: Abstract, y_TD: Abstract) -> Shapes:
+    return ((x_TD.shape, "bf16"),)
+
+
+def _add_work(call: OpCall) -> Work:
+    x_TD = call.tensor(0)
+    return Work((Part("add", vector_flops=x_TD.elements, bytes=3 * x_TD.bytes),))
+
+
+RMS_NORM = Op("rms_norm", "norm", _normed, _work)
+ADD_RMS_NORM = Op("add_rms_norm", "norm", _normed, _work)
+ADD_RMS_NORM2 = Op("add_rms_norm2", "norm", _normed_and_residual, _work)
+RMS_NORM_DYNAMIC_QUANT = Op("rms_norm_dynamic_quant", "norm", _quantized, _work)
+ADD_RMS_NORM_DYNAMIC_QUANT = Op("add_rms_norm_dynamic_quant", "norm", _quantized, _work)
+ADD_RMS_NORM2_DYNAMIC_QUANT = Op("add_rms_norm2_dynamic_quant", "norm", _quantized_and_residual, _work)
+ADD = Op("add", "elementwise", _add_shapes, _add_work)
+
+
+def add(x_TD: Abstract, y_TD: Abstract) -> Abstract:
+    """x + y, elementwise."""
+    return ADD(x_TD, y_TD)[0]
+
+
+def rms_norm(x_TD: Abstract, weight: Weight, eps: float) -> Abstract:
+    """n_td = w_d · x_td / sqrt(mean_d x_td² + eps)."""
+    return RMS_NORM(x_TD, weight.values, eps=eps)[0]
+
+
+def rms_norm_dynamic_quant(x_TD: Abstract, weight: Weight, eps: float, format: LinearFormat) -> Abstract:
+    """rms_norm and dynamic quantisation of its result, in one kernel."""
+    return RMS_NORM_DYNAMIC_QUANT(x_TD, weight.values, eps=eps, format=format)[0]
+
+
+def add_rms_norm(x_TD: Abstract, residual_TD: Abstract, weight: Weight, eps: float) -> Abstract:
+    """rms_norm(x + residual); the sum itself is not kept."""
+    return ADD_RMS_NORM(x_TD, residual_TD, weight.values, eps=eps)[0]
+
+
+def add_rms_norm_dynamic_quant(
+    x_TD: Abstract, residual_TD: Abstract, weight: Weight, eps: float, format: LinearFormat
+) -> Abstract:
+    """add_rms_norm and dynamic quantisation of its result, in one kernel."""
+    return ADD_RMS_NORM_DYNAMIC_QUANT(x_TD, residual_TD, weight.values, eps=eps, format=format)[0]
+
+
+def add_rms_norm2(x_TD: Abstract, residual_TD: Abstract, weight: Weight, eps: float) -> tuple[Abstract, Abstract]:
+    """(rms_norm(x + residual), x + residual)."""
+    normed_TD, sum_TD = ADD_RMS_NORM2(x_TD, residual_TD, weight.values, eps=eps)
+    return normed_TD, sum_TD
+
+
+def add_rms_norm2_dynamic_quant(
+    x_TD: Abstract, residual_TD: Abstract, weight: Weight, eps: float, format: LinearFormat
+) -> tuple[Abstract, Abstract]:
+    """(quantised rms_norm(x + residual), x + residual), in one kernel."""
+    normed_TD, _, sum_TD = ADD_RMS_NORM2_DYNAMIC_QUANT(x_TD, residual_TD, weight.values, eps=eps, format=format)
+    return normed_TD, sum_TD

@@ -1,0 +1,224 @@
+"""Recording a forward pass: abstract tensors, op calls, and the program they make.
+
+`Abstract` stands for a tensor: a shape, a dtype, a memory tier and the recorder it belongs to, no data. An op that is
+given one appends an `OpCall` to that recorder's program and returns more of them. There is no ambient state: whoever
+holds no abstract tensor cannot record.
+
+A program is a schedule of blocks. Layers of one kind are one block that the schedule names many times, so a stack of
+78 layers is recorded, and later priced, once per kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from castoff.dims import Dim, product
+from castoff.ops.work import DTYPE_BYTES, Work
+
+Tier = Literal["device", "host"]
+Kind = Literal["activation", "weight", "cache"]
+MAIN = "main"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Abstract:
+    """A tensor without data. Two abstracts with one `value` are views of one buffer."""
+
+    shape: tuple[Dim, ...]
+    dtype: str
+    recorder: Recorder
+    value: int
+    kind: Kind = "activation"
+    tier: Tier = "device"
+
+    @property
+    def elements(self) -> Dim:
+        """Number of elements."""
+        return product(self.shape)
+
+    @property
+    def bytes(self) -> Dim:
+        """Size in bytes."""
+        return product(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def view(self, *shape: Dim) -> Abstract:
+        """The same buffer seen with another shape."""
+        return Abstract(shape, self.dtype, self.recorder, self.value, self.kind, self.tier)
+
+
+Shapes = tuple[tuple[tuple[Dim, ...], str], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One operation: its name, its family (which cost curve), the shapes of its results and its work.
+
+    `shapes(*inputs, **attributes)` gives (shape, dtype) per result; `work(call)` the work of a recorded call.
+    """
+
+    name: str
+    family: str
+    shapes: Callable[..., Shapes]
+    work: Callable[[OpCall], Work]
+
+    def __call__(self, *inputs: Abstract | None, **attributes: Any) -> tuple[Abstract, ...]:
+        """Append a call to the recorder of the inputs and return its results."""
+        for value in inputs:
+            if value is not None:
+                return value.recorder.record(self, inputs, attributes)
+        raise TypeError(f"{self.name} was called without a tensor")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpCall:
+    """One recorded call. `attributes` are what the op was given beside tensors."""
+
+    op: Op
+    inputs: tuple[Abstract | None, ...]
+    outputs: tuple[Abstract, ...]
+    attributes: Mapping[str, Any]
+    stream: str
+
+    @property
+    def family(self) -> str:
+        """Cost-curve family; ops that cost differently in prefill and decode carry the phase."""
+        phase = self.attributes.get("phase")
+        return f"{self.op.family}_{phase}" if phase else self.op.family
+
+    def tensor(self, index: int) -> Abstract:
+        """Input `index`, which the caller knows to be present."""
+        value = self.inputs[index]
+        assert value is not None, f"{self.op.name}: input {index} is missing"
+        return value
+
+    @property
+    def input_shapes(self) -> tuple[tuple[Dim, ...], ...]:
+        """Shapes of the inputs that are present."""
+        return tuple(value.shape for value in self.inputs if value is not None)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Calls that the schedule repeats: one layer kind, the embedding, the head, one MTP draft call."""
+
+    key: str
+    inputs: tuple[Abstract | None, ...]
+    outputs: tuple[Abstract | None, ...] = ()
+    calls: list[OpCall] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """One entry of the schedule: which block, under which label, on which values, in which pipeline stage."""
+
+    block: Block
+    label: str
+    stage: int
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+
+@dataclass(slots=True)
+class Program:
+    """What one step does, in order."""
+
+    schedule: list[BlockCall] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The distinct blocks, in order of first use."""
+        return list({id(entry.block): entry.block for entry in self.schedule}.values())
+
+    def calls(self) -> Iterator[tuple[BlockCall, OpCall]]:
+        """Every op call of the step, repeats included, in program order."""
+        for entry in self.schedule:
+            for call in entry.block.calls:
+                yield entry, call
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Streams in use, main first."""
+        return tuple(dict.fromkeys([MAIN, *(call.stream for block in self.blocks for call in block.calls)]))
+
+
+class Recorder:
+    """Builds a `Program`.
+
+    repeat: record equal blocks once (the default); False records every block anew, which must not change any total.
+    """
+
+    def __init__(self, *, repeat: bool = True) -> None:
+        self.program = Program()
+        self._repeat = repeat
+        self._by_key: dict[str, Block] = {}
+        self._current: Block | None = None
+        self._stream = MAIN
+        self._stage = 0
+        self._values = 0
+
+    def tensor(self, *shape: Dim, dtype: str = "bf16", kind: Kind = "activation", tier: Tier = "device") -> Abstract:
+        """A new abstract tensor."""
+        self._values += 1
+        return Abstract(shape, dtype, self, self._values, kind, tier)
+
+    def record(
+        self, op: Op, inputs: tuple[Abstract | None, ...], attributes: Mapping[str, Any]
+    ) -> tuple[Abstract, ...]:
+        """Append a call of `op` to the block that is being recorded."""
+        assert self._current is not None, f"{op.name} was called outside a block"
+        outputs = tuple(self.tensor(*shape, dtype=dtype) for shape, dtype in op.shapes(*inputs, **attributes))
+        self._current.calls.append(OpCall(op, inputs, outputs, attributes, self._stream))
+        return outputs
+
+    @contextmanager
+    def on_stream(self, stream: str) -> Iterator[None]:
+        """Calls inside run on `stream`; they start when their inputs are ready."""
+        previous, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = previous
+
+    def next_stage(self) -> None:
+        """Blocks from here on belong to the next pipeline stage."""
+        self._stage += 1
+
+    def block(
+        self, key: str, label: str, body: Callable[..., tuple[Abstract | None, ...]], *inputs: Abstract | None
+    ) -> tuple[Abstract | None, ...]:
+        """Run `body(*inputs)` as a block, or repeat the block recorded under `key`.
+
+        key: must name everything that decides the body's ops and dims. label: what this entry is called in a trace.
+        """
+        known = self._by_key.get(key) if self._repeat else None
+        if known is None:
+            assert self._current is None, "blocks do not nest"
+            known = self._current = Block(key, inputs)
+            try:
+                known.outputs = body(*inputs)
+            finally:
+                self._current = None
+            self._by_key[key] = known
+            outputs = known.outputs
+        else:
+            outputs = self._repeat_outputs(known, inputs)
+        self.program.schedule.append(BlockCall(known, label, self._stage, _values(inputs), _values(outputs)))
+        return outputs
+
+    def _repeat_outputs(self, block: Block, inputs: tuple[Abstract | None, ...]) -> tuple[Abstract | None, ...]:
+        passed = {
+            formal.value: actual
+            for formal, actual in zip(block.inputs, inputs, strict=True)
+            if formal is not None and actual is not None
+        }
+        return tuple(
+            None if formal is None else passed.get(formal.value) or self.tensor(*formal.shape, dtype=formal.dtype)
+            for formal in block.outputs
+        )
+
+
+def _values(tensors: tuple[Abstract | None, ...]) -> tuple[int | None, ...]:
+    return tuple(None if tensor is None else tensor.value for tensor in tensors)

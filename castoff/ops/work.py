@@ -1,0 +1,83 @@
+"""What an op must do, from dims alone: no device, no time.
+
+A `Work` is a list of named parts (the buckets of a report), at most one collective, and scratch memory.
+FLOPs count a multiply-add as two. Bytes are device-memory traffic that the op cannot avoid when it is one kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from castoff.dims import Dim
+from castoff.spec.mesh import Group
+
+DType = Literal["fp32", "bf16", "fp16", "int8", "fp8", "int4", "fp4", "int32"]
+
+DTYPE_BYTES: dict[str, float] = {
+    "fp32": 4,
+    "int32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "int8": 1,
+    "fp8": 1,
+    "int4": 0.5,
+    "fp4": 0.5,
+}
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One named share of an op's work.
+
+    matrix_flops run on the matrix units at the rate of matrix_dtype, vector_flops on the vector units. `bytes` are
+    streamed, `gather_bytes` are read as `gather_rows` separate rows.
+    """
+
+    name: str
+    matrix_flops: Dim = 0
+    matrix_dtype: str = "bf16"
+    vector_flops: Dim = 0
+    bytes: Dim = 0
+    gather_bytes: Dim = 0
+    gather_rows: Dim = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Communication of one rank.
+
+    `bytes` is the whole tensor for all_reduce, the output for all_gather, the input for reduce_scatter, what one rank
+    sends (its own share included) for all_to_all, and the message for send_recv.
+    """
+
+    kind: CollectiveKind
+    bytes: Dim
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All that one op call does."""
+
+    parts: tuple[Part, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    workspace_bytes: Dim = 0
+
+    @property
+    def flops(self) -> Dim:
+        """Matrix and vector operations together."""
+        total: Dim = 0
+        for part in self.parts:
+            total = total + part.matrix_flops + part.vector_flops
+        return total
+
+    @property
+    def bytes(self) -> Dim:
+        """Device-memory traffic."""
+        total: Dim = 0
+        for part in self.parts:
+            total = total + part.bytes + part.gather_bytes
+        return total

@@ -1,0 +1,1 @@
+"""What is predicted, on what: models, devices, backends, workloads; frozen values read strictly, no torch."""

@@ -1,0 +1,181 @@
+"""How a serving stack drives a device: launch costs, efficiencies per op family, fusions, read from one TOML file.
+
+In the file, `[curves.default]` is complete; `[curves.<family>]` gives what differs, with its own origin and source.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
+
+from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_names
+
+Origin = Literal["measured", "calibrated", "analytic", "assumed"]
+Family = Literal[
+    "matmul",
+    "grouped_matmul",
+    "sparse_attention_prefill",
+    "sparse_attention_decode",
+    "dense_attention_prefill",
+    "dense_attention_decode",
+    "indexer",
+    "norm",
+    "elementwise",
+    "moe_routing",
+    "embedding",
+    "sampling",
+]
+Fusion = Literal["add_rms_norm", "norm_quant", "grouped_matmul_swiglu", "matmul_all_reduce", "dispatch_ffn_combine"]
+Mode = Literal["prefill", "decode"]
+MtpWindow = Literal["first", "every"]
+
+# Strongest first.
+ORIGINS: tuple[Origin, ...] = get_args(Origin)
+FAMILIES: tuple[Family, ...] = get_args(Family)
+FUSIONS: frozenset[str] = frozenset(get_args(Fusion))
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+def weakest(origins: Iterable[Origin]) -> Origin:
+    """The origin of a sum, which is as good as its weakest part; a sum of nothing is `measured`."""
+    return max(origins, key=ORIGINS.index, default=ORIGINS[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The time of an op: `launch_s` plus the longest of its parts, each at a fraction of the device's peak.
+
+    `gather_efficiency` is the fraction of memory bandwidth that reads of scattered rows reach.
+    """
+
+    kind: Literal["roofline"]
+    launch_s: float
+    compute_efficiency: float
+    vector_efficiency: float
+    memory_efficiency: float
+    gather_efficiency: float
+    origin: Origin
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCost:
+    launch_s: float
+    link_efficiency: float
+    origin: Origin
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One serving stack.
+
+    fusions: the fused ops it has, of `FUSIONS`.
+    curves: by op family, with `default` for the families that have none of their own; see `curve`.
+    host_s_per_step: host time by mode (prefill, decode) that no device work hides.
+    mtp_window: the MTP draft calls that process the whole window of k + 1 tokens: all of them, or only the first.
+    quantized_dispatch: whether tokens travel to the experts in the experts' activation format, or in bf16.
+    unquantized: linear weights that stay in bf16 when linear layers are quantised to INT8 or INT4.
+    communication_buffer_bytes: per device, whatever the parallelism.
+    sources: each section of the file to its source.
+    """
+
+    name: str
+    description: str
+    fusions: frozenset[str]
+    curves: Mapping[str, Curve] = field(hash=False)
+    collectives: CollectiveCost
+    host_s_per_step: Mapping[str, float] = field(hash=False)
+    host_origin: Origin
+    mtp_window: MtpWindow
+    quantized_dispatch: bool
+    unquantized: tuple[str, ...]
+    communication_buffer_bytes: int
+    sources: Mapping[str, str] = field(hash=False)
+
+    def curve(self, family: str) -> Curve:
+        assert family in FAMILIES, f"{family!r} is not an op family"
+        return self.curves.get(family, self.curves["default"])
+
+
+def load_backend(name_or_path: str) -> Backend:
+    """A shipped backend by its exact name, or a backend file by its path; raises `CastoffError`."""
+    return _read_backend(read_toml(find_toml("backend", name_or_path)))
+
+
+def shipped_backends() -> tuple[str, ...]:
+    return shipped_names("backend")
+
+
+def _read_backend(table: Table) -> Backend:
+    table.only(("name", "description", "stack", "host_s_per_step", "collectives", "curves"))
+    stack = table.table("stack")
+    stack.only(("fusions", "mtp_window", "quantized_dispatch", "unquantized", "communication_buffer_bytes", "source"))
+    host = table.table("host_s_per_step")
+    host.only((*MODES, "origin", "source"))
+    collectives = _read_collectives(table.table("collectives"))
+    curves = _read_curves(table.table("curves"))
+    return Backend(
+        name=table.text("name"),
+        description=table.text("description"),
+        fusions=frozenset(stack.choices("fusions", sorted(FUSIONS))),
+        curves=curves,
+        collectives=collectives,
+        host_s_per_step={mode: host.at_least_zero(mode) for mode in MODES},
+        host_origin=host.choice("origin", ORIGINS),
+        mtp_window=stack.choice("mtp_window", get_args(MtpWindow)),
+        quantized_dispatch=stack.flag("quantized_dispatch"),
+        unquantized=stack.texts("unquantized"),
+        communication_buffer_bytes=stack.count("communication_buffer_bytes", at_least=0),
+        sources={
+            "stack": stack.text("source"),
+            "host_s_per_step": host.text("source"),
+            "collectives": collectives.source,
+            **{f"curves.{family}": curve.source for family, curve in curves.items()},
+        },
+    )
+
+
+def _read_collectives(table: Table) -> CollectiveCost:
+    table.only(item.name for item in fields(CollectiveCost))
+    return CollectiveCost(
+        launch_s=table.at_least_zero("launch_s"),
+        link_efficiency=table.fraction("link_efficiency"),
+        origin=table.choice("origin", ORIGINS),
+        source=table.text("source"),
+    )
+
+
+def _read_curves(table: Table) -> dict[str, Curve]:
+    table.only(("default", *FAMILIES))
+    default = table.table("default")
+    curves = {"default": _read_curve(default)}
+    for family in FAMILIES:
+        if family in table.values:
+            own = table.table(family)
+            # Figures are inherited; where they come from is not.
+            own.choice("origin", ORIGINS)
+            own.text("source")
+            curves[family] = _read_curve(own.over(default))
+    return curves
+
+
+def _read_curve(table: Table) -> Curve:
+    return _CURVE_READERS[table.choice("kind", tuple(_CURVE_READERS))](table)
+
+
+def _read_roofline(table: Table) -> Curve:
+    table.only(item.name for item in fields(Curve))
+    return Curve(
+        kind="roofline",
+        launch_s=table.at_least_zero("launch_s"),
+        compute_efficiency=table.fraction("compute_efficiency"),
+        vector_efficiency=table.fraction("vector_efficiency"),
+        memory_efficiency=table.fraction("memory_efficiency"),
+        gather_efficiency=table.fraction("gather_efficiency"),
+        origin=table.choice("origin", ORIGINS),
+        source=table.text("source"),
+    )
+
+
+# What a curve may be: the kind that a file names, and its reader.
+_CURVE_READERS: Mapping[str, Callable[[Table], Curve]] = {"roofline": _read_roofline}

@@ -1,0 +1,123 @@
+"""Number formats: what each quantisation action means for weights, activations and caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from castoff.errors import CastoffError
+from castoff.spec.model import ModelSpec
+
+LinearAction = Literal[
+    "DISABLED",
+    "W8A16_STATIC",
+    "W8A8_STATIC",
+    "W4A8_STATIC",
+    "W8A16_DYNAMIC",
+    "W8A8_DYNAMIC",
+    "W4A8_DYNAMIC",
+    "FP8",
+    "MXFP4",
+]
+AttentionAction = Literal["DISABLED", "INT8", "FP8"]
+
+FP8_BLOCK = 128
+LATENT_SCALE_TILE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFormat:
+    """How a linear layer stores its weight and multiplies.
+
+    activation_dtype is bf16 where activations stay unquantised. `dynamic` activations are scaled per token (FP8: per
+    128 values, MXFP4: per group) at run time, static ones with a stored scale.
+    """
+
+    action: LinearAction
+    weight_dtype: str
+    activation_dtype: str
+    dynamic: bool
+    group_size: int = 32
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether the input must be quantised before the product."""
+        return self.activation_dtype != "bf16"
+
+    def weight_scale_bytes(self, rows: float, columns: float) -> float:
+        """Bytes of scales for a weight of `rows` outputs and `columns` inputs."""
+        match self.action:
+            case "DISABLED":
+                return 0
+            case "FP8":
+                return 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
+            case "MXFP4":
+                return rows * -(-columns // self.group_size)
+            case _:
+                return 4 * rows
+
+    def activation_scales(self, columns: int) -> int:
+        """Scales per token for an input of `columns` values; 0 where the scale is stored."""
+        if not self.dynamic:
+            return 0
+        match self.action:
+            case "FP8":
+                return -(-columns // FP8_BLOCK)
+            case "MXFP4":
+                return -(-columns // self.group_size)
+            case _:
+                return 1
+
+
+_FORMATS: dict[str, tuple[str, str, bool]] = {
+    "DISABLED": ("bf16", "bf16", False),
+    "W8A16_STATIC": ("int8", "bf16", False),
+    "W8A8_STATIC": ("int8", "int8", False),
+    "W4A8_STATIC": ("int4", "int8", False),
+    "W8A16_DYNAMIC": ("int8", "bf16", False),
+    "W8A8_DYNAMIC": ("int8", "int8", True),
+    "W4A8_DYNAMIC": ("int4", "int8", True),
+    "FP8": ("fp8", "fp8", True),
+    "MXFP4": ("fp4", "fp4", True),
+}
+
+
+def linear_format(action: LinearAction, *, mxfp4_group_size: int = 32) -> LinearFormat:
+    """The format that a `--quantize-linear-action` names."""
+    weight, activation, dynamic = _FORMATS[action]
+    return LinearFormat(action, weight, activation, dynamic, mxfp4_group_size)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """Bytes of the two caches per token and layer, and the rate at which the indexer scores.
+
+    A quantised latent row holds kv_lora_rank one-byte values, an fp32 scale per 128 of them and the rope part in
+    bf16. A quantised indexer key has one scale: fp32 for FP8, fp16 for INT8.
+    """
+
+    action: AttentionAction
+    latent_row_bytes: int
+    index_key_bytes: int
+    index_scale_bytes: int
+    index_dtype: str
+
+    @property
+    def index_row_bytes(self) -> int:
+        """Key and scale together."""
+        return self.index_key_bytes + self.index_scale_bytes
+
+
+def cache_format(model: ModelSpec, action: AttentionAction) -> CacheFormat:
+    """The cache format that a `--quantize-attention-action` gives a model."""
+    head = model.indexer.index_head_dim if model.indexer else 0
+    if action == "DISABLED":
+        return CacheFormat(action, 2 * (model.kv_lora_rank + model.qk_rope_head_dim), 2 * head, 0, "bf16")
+    if model.kv_lora_rank % LATENT_SCALE_TILE:
+        raise CastoffError(
+            f"--quantize-attention-action {action} scales tiles of {LATENT_SCALE_TILE} latent values, which does not "
+            f"divide kv_lora_rank {model.kv_lora_rank}; use --quantize-attention-action DISABLED"
+        )
+    row = model.kv_lora_rank + 4 * (model.kv_lora_rank // LATENT_SCALE_TILE) + 2 * model.qk_rope_head_dim
+    scale = {"FP8": 4, "INT8": 2}[action] if head else 0
+    return CacheFormat(action, row, head, scale, action.lower())
