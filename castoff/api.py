@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from castoff.casting import prediction
-from castoff.casting.price import Measured
+from castoff.casting import sweep as sweeping
 from castoff.casting.prediction import Prediction
+from castoff.casting.price import Measured
+from castoff.casting.sweep import SweepResult
 from castoff.spec.device import Device, load_device
 from castoff.spec.model import ModelSpec, load_model
 from castoff.spec.scenario import Scenario
@@ -22,3 +24,21 @@ def cast(
     model = load_model(model) if isinstance(model, str) else model
     device = load_device(device) if isinstance(device, str) else device
     return prediction.cast(model, device, scenario or Scenario(), measured=measured)
+
+
+def sweep(
+    model: str | ModelSpec, device: str | Device, scenario: Scenario | None = None, **axes: object
+) -> SweepResult:
+    """Predict many steps at once: numpy arrays on the continuous axes, lists on the structural ones.
+
+        sweep("zai-org/GLM-5.2", "h200_sxm", tp_size=[1, 8], ep_size=[1, 8], num_devices=8,
+              num_queries=np.arange(1, 129)[:, None], context_length=np.array([4096, 65536]))
+
+    axes: any field of `Workload`, `Parallel`, `Quant`, `Mtp` or `Compilation`, and those of `Scenario` itself; what is
+    not named comes from `scenario`. Lists are crossed; arrays (num_queries, query_length, context_length) broadcast.
+    Returns one row per structure, with the reason where it is invalid.
+    Raises CastoffError for an unknown axis, a bad length, or an array on a structural axis.
+    """
+    model = load_model(model) if isinstance(model, str) else model
+    device = load_device(device) if isinstance(device, str) else device
+    return sweeping.sweep(model, device, scenario or Scenario(), axes)

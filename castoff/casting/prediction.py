@@ -214,8 +214,9 @@ def _bound(program: Program, prices: Prices) -> int | Array:
             if isinstance(bound, int):
                 sums[bound] = sums[bound] + count * price.seconds
             else:
-                for index in range(len(BOUNDS)):
-                    sums[index] = sums[index] + np.where(bound == index, count * price.seconds, 0.0)
+                for index, term in enumerate(price.terms):
+                    if isinstance(term, np.ndarray) or term:
+                        sums[index] = sums[index] + np.where(bound == index, count * price.seconds, 0.0)
     return longest_term(sums)
 
 

@@ -17,18 +17,21 @@ from castoff.spec.device import Device
 
 Bound = Literal["compute", "vector", "memory", "communication", "launch"]
 BOUNDS: tuple[Bound, ...] = get_args(Bound)
+CORES, LINKS = "cores", "links"
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
     """Time of one call.
 
-    seconds: launch and the longest of the other terms. terms: seconds of each of BOUNDS on its own.
+    seconds: launch and the longest of the other terms. terms: seconds of each of BOUNDS on its own. units: what the
+    call occupies meanwhile.
     """
 
     seconds: Dim
     terms: tuple[Dim, ...]
     origin: Origin
+    units: tuple[str, ...] = (CORES,)
 
     @property
     def bound(self) -> int | Array:
@@ -38,9 +41,17 @@ class Price:
 
 def longest_term(terms: Sequence[Dim]) -> int | Array:
     """Index of the largest term (per scenario); the first of equals."""
-    stacked: Array = np.stack(np.broadcast_arrays(*terms))
-    index: Array = np.argmax(stacked, axis=0)
-    return index if index.ndim else int(index)
+    best = terms[0]
+    index: int | Array = 0
+    for position, term in enumerate(terms[1:], start=1):
+        # Most ops have no communication, most collectives nothing else.
+        if isinstance(term, np.ndarray) or term:
+            better = term > best
+            index = (
+                np.where(better, position, index) if isinstance(better, np.ndarray) else position if better else index
+            )
+            best = maximum(best, term)
+    return index
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +109,13 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     if work.collectives:
         origins.append(backend.collectives.origin)
     every = (*terms, communication, launch)
+    units = (LINKS,) if pure_collective else (CORES, LINKS) if work.collectives else (CORES,)
     if pricing.measured is not None:
         known = pricing.measured.seconds.get((call.op.name, shapes_text(call)))
         if known is not None:
-            return Price(known, every, "measured")
+            return Price(known, every, "measured", units)
     longest = maximum(maximum(terms[0], terms[1]), maximum(terms[2], communication))
-    return Price(launch + longest, every, weakest(origins))
+    return Price(launch + longest, every, weakest(origins), units)
 
 
 def _device_terms(work: Work, call: OpCall, pricing: Pricing) -> tuple[Dim, Dim, Dim]:

@@ -6,14 +6,13 @@ at once on one device's cores, nor send at once on its links; what they gain is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from castoff.casting.price import Prices
+from castoff.casting.price import CORES, LINKS, Price, Prices
 from castoff.dims import Dim, maximum
 from castoff.ops.program import MAIN, Block, BlockCall, OpCall, Program
-
-CORES, LINKS = "cores", "links"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,8 @@ def schedule(program: Program, prices: Prices) -> Timeline:
             stages[entry.stage] = stages[entry.stage] + totals[id(entry.block)].get(MAIN, 0.0)
         return Timeline(busy[MAIN], tuple(stages), busy)
     ends: list[Dim] = [0.0] * num_stages
-    for span in spans(program, prices):
-        ends[span.entry.stage] = maximum(ends[span.entry.stage], span.end_s)
+    for placed in place(program, prices):
+        ends[placed.entry.stage] = maximum(ends[placed.entry.stage], placed.end_s)
     starts = [0.0, *ends[:-1]]
     return Timeline(ends[-1], tuple(end - start for start, end in zip(starts, ends, strict=True)), busy)
 
@@ -62,40 +61,130 @@ def _stream_totals(block: Block, prices: Prices) -> dict[str, Dim]:
     return totals
 
 
-def spans(program: Program, prices: Prices) -> Iterator[Span]:
-    """Every op of the step at its time, in program order."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Calls of a block that follow each other on one stream and unit and wait for nothing but each other.
+
+    waits: values from elsewhere that must be ready before the run starts. makes: values that something else waits
+    for, with the seconds from the start of the run to each.
+    """
+
+    stream: str
+    units: tuple[str, ...]
+    waits: tuple[int, ...]
+    makes: tuple[tuple[int, Dim], ...]
+    calls: tuple[OpCall, ...]
+    seconds: tuple[Dim, ...]
+    total_s: Dim
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One run at its time."""
+
+    entry: BlockCall
+    run: Run
+    start_s: Dim
+    end_s: Dim
+
+
+def place(program: Program, prices: Prices) -> Iterator[Placed]:
+    """Every run of the step at its time, in program order."""
     stream_free: dict[str, Dim] = dict.fromkeys(program.streams, 0.0)
     unit_free: dict[str, Dim] = {CORES: 0.0, LINKS: 0.0}
     ready: dict[int, Dim] = {}
+    maker: dict[int, str] = {}
+    runs: dict[tuple[int, tuple[str | None, ...]], list[Run]] = {}
     for entry in program.schedule:
         block = entry.block
+        given = tuple(maker.get(actual) if actual is not None else None for actual in entry.inputs)
+        if (id(block), given) not in runs:
+            runs[id(block), given] = block_runs(block, prices[id(block)], given)
         # Values of the block as it was recorded, at the times of the values it is given now.
         local = {
             formal.value: ready.get(actual, 0.0)
             for formal, actual in zip(block.inputs, entry.inputs, strict=True)
             if formal is not None and actual is not None
         }
-        for call, price in zip(block.calls, prices[id(block)], strict=True):
-            start = stream_free[call.stream]
-            for tensor in call.inputs:
-                if tensor is not None and tensor.value in local:
-                    start = maximum(start, local[tensor.value])
-            units = _units(call)
-            for unit in units:
+        for run in runs[id(block), given]:
+            start = stream_free[run.stream]
+            for value in run.waits:
+                start = maximum(start, local[value])
+            for unit in run.units:
                 start = maximum(start, unit_free[unit])
-            end = start + price.seconds
-            stream_free[call.stream] = end
-            for unit in units:
+            end = start + run.total_s
+            stream_free[run.stream] = end
+            for unit in run.units:
                 unit_free[unit] = end
-            for tensor in call.outputs:
-                local[tensor.value] = end
-            yield Span(entry, call, start, end)
+            for value, offset in run.makes:
+                local[value] = start + offset
+            yield Placed(entry, run, start, end)
+        streams = _makers(block, given)
         for formal, actual in zip(block.outputs, entry.outputs, strict=True):
             if formal is not None and actual is not None:
                 ready[actual] = local.get(formal.value, 0.0)
+                stream = streams.get(formal.value)
+                if stream is not None:
+                    maker[actual] = stream
 
 
-def _units(call: OpCall) -> tuple[str, ...]:
-    if call.op.family == "collective":
-        return (LINKS,)
-    return (CORES, LINKS) if call.op.work(call).collectives else (CORES,)
+def _makers(block: Block, given: tuple[str | None, ...]) -> dict[int, str]:
+    """The stream that makes each value of a block, its inputs included where they were made by an op."""
+    streams = {
+        formal.value: stream
+        for formal, stream in zip(block.inputs, given, strict=True)
+        if formal is not None and stream is not None
+    }
+    for call in block.calls:
+        for tensor in call.outputs:
+            streams[tensor.value] = call.stream
+    return streams
+
+
+def block_runs(block: Block, prices: tuple[Price, ...], given: tuple[str | None, ...]) -> list[Run]:
+    """Cut a block's calls into runs. given: the stream that made each of the block's inputs, None for no op."""
+    streams = _makers(block, given)
+    # What the same stream made earlier is ready when the stream is free.
+    waits = [
+        tuple(t.value for t in call.inputs if t is not None and streams.get(t.value, call.stream) != call.stream)
+        for call in block.calls
+    ]
+    starts = [
+        index
+        for index, (call, price) in enumerate(zip(block.calls, prices, strict=True))
+        if index == 0
+        or waits[index]
+        or (call.stream, price.units) != (block.calls[index - 1].stream, prices[index - 1].units)
+    ]
+    wanted = {value for values in waits for value in values}
+    wanted |= {tensor.value for tensor in block.outputs if tensor is not None}
+    return [
+        _run(block.calls[start:stop], prices[start:stop], waits[start], wanted)
+        for start, stop in pairwise([*starts, len(block.calls)])
+    ]
+
+
+def _run(calls: Sequence[OpCall], prices: Sequence[Price], waits: tuple[int, ...], wanted: set[int]) -> Run:
+    total: Dim = 0.0
+    makes: list[tuple[int, Dim]] = []
+    for call, price in zip(calls, prices, strict=True):
+        total = total + price.seconds
+        makes += [(tensor.value, total) for tensor in call.outputs if tensor.value in wanted]
+    return Run(
+        stream=calls[0].stream,
+        units=prices[0].units,
+        waits=waits,
+        makes=tuple(makes),
+        calls=tuple(calls),
+        seconds=tuple(price.seconds for price in prices),
+        total_s=total,
+    )
+
+
+def spans(program: Program, prices: Prices) -> Iterator[Span]:
+    """Every op call of the step at its time, in program order."""
+    for placed in place(program, prices):
+        start = placed.start_s
+        for call, seconds in zip(placed.run.calls, placed.run.seconds, strict=True):
+            yield Span(placed.entry, call, start, start + seconds)
+            start = start + seconds
