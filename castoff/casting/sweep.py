@@ -95,7 +95,9 @@ def sweep(model: ModelSpec, device: Device, base: Scenario, axes: Mapping[str, o
     flat = {name: np.broadcast_to(values, points).reshape(-1).astype(np.float64) for name, values in arrays.items()}
     size = int(np.prod(points, dtype=np.int64))
     columns = _Columns(size)
-    structures, reasons, origins = [], [], []
+    structures: list[Mapping[str, Any]] = []
+    reasons: list[str | None] = []
+    origins: list[Origin | None] = []
     for values in itertools.product(*lists.values()):
         structure = dict(zip(lists, values, strict=True))
         structures.append(structure)
