@@ -263,7 +263,8 @@ def _largest_true(fits: Callable[[Array], Array], *, least: int, most: int = 2**
             probes = np.union1d(probes, [least])
         else:
             probes = np.unique(np.linspace(low + 1, high, _PROBES).astype(np.int64))
-        holds = fits(probes)
+        # float64: products of large probes would overflow int64.
+        holds = fits(probes.astype(np.float64))
         if not holds.any():
             high = int(probes[0]) - 1
             continue

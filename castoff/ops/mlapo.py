@@ -79,8 +79,12 @@ def _work(call: OpCall) -> Work:
         Part("q_states", bytes=q_states.bytes),
         Part("kv_cache_write", bytes=tokens * sizes.cache_row_bytes),
     ]
+    quantized: Dim = 0
     if weights.kv_a.quantizes_activations:
-        quantized = hidden_TD.elements + (qa_normed.elements if weights.q_a is not None else 0)
+        quantized = quantized + hidden_TD.elements
+    if weights.q_a is not None and weights.q_b.quantizes_activations:
+        quantized = quantized + qa_normed.elements
+    if weights.q_b.quantizes_activations:
         parts.append(Part("quantize", vector_flops=4 * quantized))
     return Work(tuple(parts))
 

@@ -53,14 +53,22 @@ class Workload:
 class Parallel:
     """How the model is spread over devices. None means the default that follows from the other sizes.
 
-    tp_size, dp_size, pp_size: tensor, attention-data and pipeline parallel sizes; their product is num_devices.
+    num_devices: devices of the deployment; tp_size x dp_size x pp_size.
+    tp_size: tensor parallel ranks; they split the attention heads and hold the same KV cache.
+    dp_size: attention-data parallel ranks, among which the requests are dealt; what is left by default.
+    pp_size: pipeline stages, cut where no top-k crosses.
     dcp_size: ranks of a TP group over which the KV cache is split by token; divides tp_size.
-    ep_size, moe_tp_size, moe_dp_size: expert, tensor and data parallel sizes of the routed experts; their product is
-        num_devices / pp_size. moe_tp_size defaults to what is left.
-    o_proj_tp_size, mlp_tp_size, lmhead_tp_size: TP of one part of the model; default tp_size. The -dp-size twins say
-        the same from the other side.
-    word_embedding_tp: split the embedding by vocabulary (row) or hidden size (col) over word_embedding_tp_size ranks
-        (default tp_size); None replicates it.
+    ep_size: ranks over which the routed experts are dealt; ep_size x moe_tp_size x moe_dp_size = num_devices / pp_size.
+    moe_tp_size: ranks over which each routed expert is split; what is left by default.
+    moe_dp_size: copies of the routed experts, each with its share of the tokens.
+    o_proj_tp_size: ranks over which o_proj is split; default tp_size.
+    o_proj_dp_size: copies of o_proj: the same, said from the other side.
+    mlp_tp_size: ranks over which the dense MLPs are split; default tp_size.
+    mlp_dp_size: copies of the dense MLPs: the same, said from the other side.
+    lmhead_tp_size: ranks over which lm_head is split; default tp_size.
+    lmhead_dp_size: copies of lm_head: the same, said from the other side.
+    word_embedding_tp: split the embedding by vocabulary (row) or hidden size (col); None replicates it.
+    word_embedding_tp_size: ranks over which the embedding is split; default tp_size.
     enable_redundant_experts: every expert rank holds one more expert.
     enable_shared_expert_tp: split the shared expert over the TP group instead of replicating it; needs ep_size > 1.
     enable_external_shared_experts: give 1 rank in num_experts_per_tok the shared experts alone.

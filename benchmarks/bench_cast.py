@@ -1,0 +1,214 @@
+"""How long casting takes: the published command from start to exit, 100,000 scenarios in one sweep, one cast.
+
+    python benchmarks/bench_cast.py --runs 10
+
+Appends one row per benchmark to benchmarks/cast.csv. Run it on an idle machine; everything is pinned to one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+import castoff
+from castoff import cast, sweep
+from castoff.casting.sweep import SweepResult
+from castoff.spec.device import load_device
+from castoff.spec.model import load_model
+from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, Scenario, Workload
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+COLUMNS = (
+    "date", "machine", "python", "numpy", "castoff", "benchmark", "configuration", "runs", "median_s", "min_s", "max_s",
+)  # fmt: skip
+
+MODEL = "zai-org/GLM-5.2"
+DEVICE = "ATLAS_800_A3_752T_128G_DIE"
+# specs/cast.md §7.
+PUBLISHED_COMMAND = (
+    f"cast {MODEL} --device {DEVICE} --num-devices 16 --tp-size 16 --dp-size 1 --ep-size 16 "
+    "--context-length 61000 --query-length 4096 --num-queries 1 --num-mtp-tokens 3 --compile "
+    "--quantize-linear-action W4A8_STATIC --dump-input-shapes"
+)
+PUBLISHED_SCENARIO = Scenario(
+    workload=Workload(num_queries=1, query_length=4096, context_length=61_000),
+    parallel=Parallel(num_devices=16, tp_size=16, dp_size=1, ep_size=16),
+    quant=Quant(quantize_linear_action="W4A8_STATIC"),
+    mtp=Mtp(num_mtp_tokens=3),
+    compilation=Compilation(compile=True),
+)
+
+TP_SIZES = [1, 2, 4, 8, 16]
+EP_SIZES = [1, 8, 16, 32]
+MTP_TOKENS = [0, 3]
+BATCHES = np.arange(1, 51) * 8
+CONTEXTS = np.arange(1, 51) * 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """Something to time. `run` raises where it did not do what it should."""
+
+    name: str
+    configuration: str
+    run: Callable[[], object]
+
+
+def command(arguments: str) -> Callable[[], object]:
+    """A whole process, from start to exit."""
+    start = [sys.executable, "-c", "import sys; from castoff.cli import main; sys.exit(main(sys.argv[1:]))"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+
+    def run() -> object:
+        return subprocess.run(
+            [*start, *arguments.split()],
+            env=environment,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+
+    return run
+
+
+def sweep_once() -> SweepResult:
+    """100,000 decode steps: 40 structures, 50 batches and 50 contexts each."""
+    return sweep(
+        MODEL,
+        DEVICE,
+        Scenario(compilation=Compilation(compile=True)),
+        num_devices=32,
+        tp_size=TP_SIZES,
+        ep_size=EP_SIZES,
+        num_mtp_tokens=MTP_TOKENS,
+        num_queries=BATCHES[:, None],
+        context_length=CONTEXTS,
+    )
+
+
+def check_sweep() -> int:
+    """The number of scenarios; all of them must be answered, or the time means nothing."""
+    result = sweep_once()
+    assert result.latency_s.shape == (40, 50, 50)
+    assert result.reasons == (None,) * 40
+    assert np.isfinite(result.latency_s).all()
+    return result.latency_s.size
+
+
+def benchmarks() -> Iterator[Benchmark]:
+    """All of them. A first, untimed run of each fills the caches of the file system."""
+    yield Benchmark(name="command", configuration=f"castoff {PUBLISHED_COMMAND}", run=command(PUBLISHED_COMMAND))
+    yield Benchmark(name="help", configuration="castoff --help", run=command("--help"))
+    scenarios = check_sweep()
+    structures = f"tp {TP_SIZES} x ep {EP_SIZES} x mtp {MTP_TOKENS} on 32 devices, decode, compile"
+    yield Benchmark(
+        name="sweep",
+        configuration=f"{scenarios} scenarios of {MODEL}: {structures}; 50 batches x 50 contexts",
+        run=sweep_once,
+    )
+    model, device = load_model(MODEL), load_device(DEVICE)
+    yield Benchmark(
+        name="cast",
+        configuration="the scenario of the command, in process",
+        run=lambda: cast(model, device, PUBLISHED_SCENARIO),
+    )
+
+
+def measure(benchmark: Benchmark, runs: int) -> list[float]:
+    """Seconds of each run."""
+    benchmark.run()
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        benchmark.run()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Pin this process and its children to one core where the system can."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(allowed)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def machine() -> str:
+    """Processor and number of cores."""
+    model = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        lines = information.read_text(errors="replace").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    return f"{model}, {os.cpu_count()} cores, one used"
+
+
+def append_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """Add rows to a CSV file, which gets its header when it is new."""
+    is_new = not path.exists() or path.stat().st_size == 0
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure everything, print it, append it to the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10, help="timed runs of each benchmark (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).with_name("cast.csv"), help="CSV file to append to"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.runs < 1:
+        parser.error("--runs must be at least 1")
+    common = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(),
+        "python": platform.python_version(),
+        "numpy": version("numpy"),
+        "castoff": castoff.__version__,
+        "runs": arguments.runs,
+    }
+    rows: list[dict[str, object]] = []
+    with one_core():
+        for benchmark in benchmarks():
+            seconds = measure(benchmark, arguments.runs)
+            figures = {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
+            rows.append(
+                {
+                    **common,
+                    "benchmark": benchmark.name,
+                    "configuration": benchmark.configuration,
+                    **{name: f"{value:.4f}" for name, value in figures.items()},
+                }
+            )
+            print(f"{benchmark.name:8} {figures['median_s']:.3f} s (median of {arguments.runs})", flush=True)
+    append_rows(arguments.output, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

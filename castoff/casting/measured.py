@@ -1,0 +1,111 @@
+"""Measured op times from a CSV file, and how much of a step they cover."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from castoff.casting.prediction import Prediction
+from castoff.casting.price import Measured, shapes_text
+from castoff.errors import CastoffError
+
+COLUMNS = ("name", "shapes", "seconds")
+
+
+def load_measured(path: Path) -> Measured:
+    """Op times from a CSV file with the columns name, shapes, seconds; other columns are ignored.
+
+    shapes: input shapes as `shapes_text` writes them, spaces aside. Raises CastoffError with file and line for a
+    missing column, a time that is not a positive number, an op measured twice.
+    """
+    seconds: dict[tuple[str, str], float] = {}
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+            if missing:
+                raise CastoffError(
+                    f"{path}: column {', '.join(missing)} is missing; the first line must name {', '.join(COLUMNS)}"
+                )
+            for row in reader:
+                key = (_cell(row["name"]), normal_shapes(_cell(row["shapes"])))
+                where = f"{path}, line {reader.line_num}"
+                if key in seconds:
+                    raise CastoffError(f"{where}: {key[0]} with shapes {key[1]} is measured twice")
+                seconds[key] = _seconds(_cell(row["seconds"]), where)
+    except OSError as error:
+        raise CastoffError(f"cannot read --profiling-database {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise CastoffError(f"{path} is not a CSV file: it is not UTF-8 text") from None
+    except csv.Error as error:
+        raise CastoffError(f"{path} is not a CSV file: {error}") from None
+    return Measured(seconds)
+
+
+def normal_shapes(text: str) -> str:
+    """Shapes with the spaces of `shapes_text`: `[4096,6144],[6144]` becomes `[4096, 6144], [6144]`."""
+    return re.sub(r"\s*,\s*", ", ", text.strip()).replace("[ ", "[").replace(" ]", "]")
+
+
+def _cell(value: str | None) -> str:
+    # DictReader gives None for a cell that a short line lacks.
+    return (value or "").strip()
+
+
+def _seconds(text: str, where: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise CastoffError(f"{where}: seconds must be a number greater than 0, got {text!r}")
+    return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """How much of a step was measured: distinct (op, input shapes), calls, and seconds of ops."""
+
+    shapes: int
+    measured_shapes: int
+    calls: int
+    measured_calls: int
+    op_s: float
+    measured_s: float
+
+
+def coverage(prediction: Prediction, measured: Measured) -> Coverage:
+    """Coverage of a prediction that was made with `measured`."""
+    seen: set[tuple[str, str]] = set()
+    hit: set[tuple[str, str]] = set()
+    calls = measured_calls = 0
+    op_s = measured_s = 0.0
+    for entry in prediction.cast.program.schedule:
+        for call, price in zip(entry.block.calls, prediction.cast.prices[id(entry.block)], strict=True):
+            key = (call.op.name, shapes_text(call))
+            is_measured = key in measured.seconds
+            seen.add(key)
+            calls, op_s = calls + 1, op_s + float(price.seconds)
+            if is_measured:
+                hit.add(key)
+                measured_calls, measured_s = measured_calls + 1, measured_s + float(price.seconds)
+    return Coverage(
+        shapes=len(seen),
+        measured_shapes=len(hit),
+        calls=calls,
+        measured_calls=measured_calls,
+        op_s=op_s,
+        measured_s=measured_s,
+    )
+
+
+def require_hits(found: Coverage, path: Path) -> None:
+    """Raise CastoffError where a database covers nothing of a step."""
+    if not found.measured_shapes:
+        raise CastoffError(
+            f"--profiling-database {path} covers 0 of the {found.shapes} op shapes of this step, so nothing would be "
+            "measured; --dump-input-shapes without it shows the names and shapes that are needed"
+        )

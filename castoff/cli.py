@@ -1,0 +1,264 @@
+"""The command line: one function per command, which loads, calls and renders."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from castoff import __version__, api
+from castoff.casting.measured import coverage, load_measured, require_hits
+from castoff.casting.summary import op_summaries
+from castoff.errors import CastoffError, CastoffWarning
+from castoff.flags import (
+    DeviceName,
+    DocumentedFormatter,
+    Grid,
+    JsonTarget,
+    Model,
+    OutputFlags,
+    OutputGroup,
+    StepFlags,
+    StepGroup,
+    Structure,
+    StructureGroup,
+    WorkloadFlags,
+    WorkloadGroup,
+    check_tokens,
+    normalize,
+    sentence,
+)
+from castoff.report import catalogue
+from castoff.report.chrome_trace import chrome_trace
+from castoff.report.output import check_outputs, console, print_note, print_text, render, write_file
+from castoff.report.plain import json_text
+from castoff.report.prediction_json import prediction_json
+from castoff.report.shapes_csv import shapes_csv
+from castoff.report.step import step_report
+from castoff.report.tables import step_tables
+from castoff.spec.backend import Backend, load_backend, shipped_backends
+from castoff.spec.device import Device, load_device, shipped_devices
+from castoff.spec.model import ALIASES, ModelSpec, load_model, shipped_models
+from castoff.spec.model_files import find_config
+from castoff.spec.scenario import Workload
+from castoff.spec.toml_file import read_toml
+
+# The device that the GLM-5 design is written for. Shapes depend on a device only through what it cannot do.
+SHAPES_DEVICE = "ATLAS_800_A3_752T_128G_DIE"
+log = logging.getLogger("castoff")
+
+
+def cast(
+    model: Model,
+    /,
+    *,
+    device: DeviceName,
+    workload: WorkloadGroup | None = None,
+    structure: StructureGroup | None = None,
+    step: StepGroup | None = None,
+    output: OutputGroup | None = None,
+) -> None:
+    """Predict one step of a model on a device: how long it takes, where the time and the memory go, whether it fits."""
+    workload, structure = workload or WorkloadFlags(), structure or Structure()
+    step, output = step or StepFlags(), output or OutputFlags()
+    json_file = None if output.json in (None, "-") else Path(output.json)
+    check_outputs({"--json": json_file, "--chrome-trace-file": output.chrome_trace_file})
+    scenario = step.priced(structure.scenario(workload.workload))
+    measured = load_measured(step.profiling_database) if step.profiling_database else None
+    with logging_to_stderr(output.log_level), collected_notes() as notes:
+        spec = load_model(model, num_hidden_layers=structure.num_hidden_layers_override)
+        started_s = time.perf_counter()
+        prediction = api.cast(spec, device, scenario, measured=measured)
+        log.info("cast in %.1f ms", 1e3 * (time.perf_counter() - started_s))
+        found = coverage(prediction, measured) if measured else None
+        if found and step.profiling_database:
+            require_hits(found, step.profiling_database)
+    report = step_report(prediction, coverage=found, notes=notes)
+    if output.chrome_trace_file:
+        write_file(output.chrome_trace_file, json_text(chrome_trace(prediction), indent=None))
+    if output.json:
+        write_json(output.json, prediction_json(report))
+    if output.json != "-":
+        ops = op_summaries(prediction, by_shapes=True) if output.dump_input_shapes else report.ops
+        bounds = output.dump_op_bound_results
+        print_text(render(*step_tables(report, ops, with_shapes=output.dump_input_shapes, with_bounds=bounds)))
+
+
+def models(*, json: JsonTarget = None) -> None:
+    """List the models whose configs ship with castoff."""
+    rows = [catalogue.model_row(load_model(name)) for name in shipped_models()]
+    if json:
+        write_json(json, rows)
+    else:
+        print_text(render(catalogue.models_table(rows)))
+
+
+def devices(*, json: JsonTarget = None) -> None:
+    """List the devices that castoff knows."""
+    known = [load_device(name) for name in shipped_devices()]
+    if json:
+        write_json(json, [catalogue.device_row(device) for device in known])
+    else:
+        print_text(render(catalogue.devices_table(known)))
+
+
+def show(
+    name: Annotated[str, Parameter(help="A model, a device or a backend: a known name or a file.")],
+    /,
+    *,
+    json: JsonTarget = None,
+) -> None:
+    """Show one model, or one device or backend with the source of every figure."""
+    found: ModelSpec | Device | Backend
+    if name in shipped_backends() or (name.endswith(".toml") and "curves" in read_toml(Path(name)).values):
+        found = load_backend(name)
+        details = catalogue.backend_details(found)
+    elif name in shipped_devices() or name.endswith(".toml"):
+        found = load_device(name)
+        details = catalogue.device_details(found)
+    else:
+        if not Path(name).exists():
+            _require_known(name)
+        found = load_model(name)
+        details = catalogue.model_details(found)
+    if json:
+        write_json(json, found)
+    else:
+        print_text(render(*details))
+
+
+def shapes(
+    model: Model,
+    /,
+    *,
+    batch: Annotated[Grid, Parameter(help="Requests of the deployment.")] = (1, 8, 32),
+    length: Annotated[Grid, Parameter(help="Tokens that each request has in the cache.")] = (4096, 65536),
+    query_length: Annotated[
+        int | None, Parameter(help="New tokens per request, for prefill; unset for decode.")
+    ] = None,
+    device: Annotated[str, Parameter(help="Refuses the formats that it cannot compute in.")] = SHAPES_DEVICE,
+    structure: StructureGroup | None = None,
+    output: Annotated[str | None, Parameter(alias="-o", metavar="FILE", help="Write to a file.")] = None,
+) -> None:
+    """Write the shapes of every op over a grid of batch and length, as CSV: what a kernel benchmark has to run."""
+    target = None if output in (None, "-") else Path(output)
+    check_outputs({"--output": target})
+    structure = structure or Structure()
+    spec = load_model(model, num_hidden_layers=structure.num_hidden_layers_override)
+    scenario = structure.scenario(Workload(query_length=query_length))
+    text = shapes_csv(spec, load_device(device), scenario, batch, length)
+    if target is None:
+        print_text(text)
+    else:
+        write_file(target, text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 0; 2 for a request that cannot be served; 130 after Ctrl-C."""
+    try:
+        with collected_notes():
+            _run(sys.argv[1:] if argv is None else argv)
+    except CastoffError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone; the interpreter would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+def _run(argv: Sequence[str]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal without UTF-8 must not stop a report for its µ.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        command, bound, _ = _app(argv).parse_args(normalize(argv), exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise CastoffError(sentence(error)) from None
+    command(*bound.args, **bound.kwargs)
+
+
+def _app(argv: Sequence[str]) -> App:
+    asks_for_help = not argv or "--help" in argv or "-h" in argv
+    app = App(
+        name="castoff",
+        help="Predict steps of long-context sparse-attention LLMs on hardware that you need not have.",
+        version=__version__,
+        help_format="plaintext",
+        config=check_tokens,
+        help_formatter=DocumentedFormatter(),
+        # Making one takes longer than parsing.
+        console=console(plain_width=120) if asks_for_help else None,
+    )
+    for command in (cast, models, devices, show, shapes):
+        app.command(command)
+    return app
+
+
+@contextmanager
+def collected_notes() -> Iterator[list[str]]:
+    """Castoff's warnings as they come up inside, printed as `note:` lines at the end; others pass through."""
+    notes: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CastoffWarning)
+        try:
+            yield notes
+        finally:
+            notes += dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, CastoffWarning))
+            for note in notes:
+                print_note(note)
+    for item in caught:
+        if not issubclass(item.category, CastoffWarning):
+            warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
+
+
+@contextmanager
+def logging_to_stderr(level: str) -> Iterator[None]:
+    """Log messages of castoff from `level` on to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+
+
+def write_json(target: str, value: object) -> None:
+    """Write JSON to a file, or with `-` to standard output."""
+    text = json_text(value)
+    if target == "-":
+        print_text(text)
+    else:
+        write_file(Path(target), text)
+
+
+def _require_known(name: str) -> None:
+    """Refuse a name that is no model, with the nearest of models, devices and backends."""
+    try:
+        find_config(name)
+    except CastoffError:
+        known = {"models": shipped_models(), "devices": shipped_devices(), "backends": shipped_backends()}
+        names = {alias.lower(): alias for alias in ALIASES}
+        for entry in (entry for entries in known.values() for entry in entries):
+            names[entry.lower()] = names[entry.rpartition("/")[2].lower()] = entry
+        near = dict.fromkeys(names[match] for match in difflib.get_close_matches(name.lower(), names, n=6))
+        hint = f" (did you mean {' or '.join(list(near)[:3])}?)" if near else ""
+        listing = "; ".join(f"{kind}: {', '.join(entries)}" for kind, entries in known.items())
+        raise CastoffError(f"{name!r} is no model, device or backend{hint}; {listing}") from None
