@@ -113,7 +113,7 @@ JsonTarget = Annotated[str | None, Parameter(metavar="FILE", help="Write JSON to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadFlags:
-    """`Workload` as text: a command line has no arrays, and the number of requests may follow from the lengths."""
+    """`Workload` as text: a command line has no arrays, and lists are separated by commas."""
 
     num_queries: int | None = None
     query_length: Annotated[int | LengthList | None, _ONE_OR_MANY] = None
@@ -123,18 +123,9 @@ class WorkloadFlags:
 
     @property
     def workload(self) -> Workload:
-        """The requests; with one length per request and no num_queries, as many as there are lengths."""
-        lists = [lengths for lengths in (self.query_length, self.context_length) if isinstance(lengths, tuple)]
-        num_queries = self.num_queries
-        if num_queries is None:
-            num_queries = len(lists[0]) if lists else 1
-        elif any(len(lengths) != num_queries for lengths in lists):
-            raise CastoffError(
-                f"--num-queries {num_queries}, but {' and '.join(str(len(lengths)) for lengths in lists)} lengths: "
-                "give one length per request, one for all of them, or leave out --num-queries"
-            )
+        """The requests as a `Workload`."""
         return Workload(
-            num_queries=num_queries,
+            num_queries=self.num_queries,
             query_length=self.query_length,
             context_length=self.context_length,
             decode=self.decode,
@@ -295,7 +286,7 @@ def _check_value(flag: str, value: str, hint: Any) -> None:
             raise CastoffError(f"{flag} must be a number, got {value!r}")
 
 
-class DocumentedFormatter(DefaultFormatter):  # type: ignore[misc, unused-ignore]
+class DocumentedFormatter(DefaultFormatter):
     """Help pages in which flags that are fields are explained by the docstrings of their classes."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:

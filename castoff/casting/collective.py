@@ -30,7 +30,7 @@ def levels_of(group: Group, tiers: tuple[LinkTier, ...]) -> tuple[Level, ...]:
         members = min(group.size, max(1, tier.num_devices // group.stride))
         ranks = int(ceil_div(members, spanned))
         if ranks > 1:
-            units = tier.num_devices // max(inner_devices, group.stride)
+            units = tier.num_devices // inner_devices
             mesh_share = min(1.0, (ranks - 1) / max(units - 1, 1)) if tier.topology == "full_mesh" else 1.0
             levels.append(Level(ranks, tier.bandwidth_bytes_per_s * mesh_share, tier.latency_s))
             spanned = members

@@ -98,7 +98,10 @@ def stage_shares(setup: Setup) -> tuple[StageShare, ...]:
         if stage == 0 or has_mtp:
             total += outer["embed_tokens"].bytes
         if stage == stages - 1:
-            total += outer["norm"].bytes + outer["lm_head"].bytes
+            total += outer["norm"].bytes
+            # A tied lm_head is the embedding, where the stage has that.
+            tied = model.tie_word_embeddings and (stage == 0 or has_mtp)
+            total += 0 if tied else outer["lm_head"].bytes
         shares.append(StageShare(total, latent, full))
     return tuple(shares)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,15 +20,17 @@ from castoff.ops.program import Program
 from castoff.spec.backend import Backend, Origin, load_backend, weakest
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
-from castoff.spec.scenario import Mode, RequestClass, Scenario, deal_to_rank, request_classes
+from castoff.spec.scenario import MOST, Mode, RequestClass, Scenario, deal_to_rank, request_classes
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The requests of the heaviest rank: all whose caches it holds, and those of one pipeline micro-batch.
+    """The requests of a rank: those whose caches it holds, and those of one pipeline micro-batch.
 
+    resident: of the rank with the longest requests. micro: of the rank with the most new tokens; the same one unless a
+    ragged batch brings different numbers of new tokens.
     in_flight: micro-batches, at most one per pipeline stage. computed_tokens: new tokens of the whole deployment.
     """
 
@@ -59,10 +62,10 @@ class Cast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """What would fit: requests per attention-DP rank at these lengths, and context at this batch; 0 for nothing."""
+    """What would fit: requests per attention-DP rank at these lengths (0 for none), context at this batch (or None)."""
 
     max_batch_per_device: int
-    max_context_length: int
+    max_context_length: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +175,10 @@ def cast_structure(setup: Setup, pricing: Pricing, classes: Sequence[RequestClas
 
 def batch_of_rank(setup: Setup, classes: Sequence[RequestClass]) -> Batch:
     """Deal a batch to the heaviest attention-DP rank and cut it into pipeline micro-batches."""
-    mine = deal_to_rank(classes, setup.mesh.dp.size)
-    stages = setup.mesh.pp.size
-    micro = deal_to_rank(mine, stages)
-    resident, part = _lengths(mine), _lengths(micro)
+    ranks, stages = setup.mesh.dp.size, setup.mesh.pp.size
+    longest_first = classes if len(classes) == 1 else sorted(classes, key=_total_tokens, reverse=True)
+    resident = _lengths(deal_to_rank(longest_first, ranks))
+    part = _lengths(deal_to_rank(classes, ranks * stages))
     requests: Dim = 0
     computed: Dim = 0
     for entry in classes:
@@ -188,6 +191,10 @@ def batch_of_rank(setup: Setup, classes: Sequence[RequestClass]) -> Batch:
         requests=requests,
         computed_tokens=computed,
     )
+
+
+def _total_tokens(entry: RequestClass) -> int:
+    return int(entry.context + entry.query)
 
 
 def _lengths(classes: Sequence[RequestClass]) -> Lengths:
@@ -221,7 +228,7 @@ def _bound(program: Program, prices: Prices) -> int | Array:
 
 
 def _footprint(setup: Setup, pricing: Pricing, program: Program, batch: Batch, scenario: Scenario) -> Footprint:
-    if scenario.reserved_memory_gb < 0:
+    if not 0 <= scenario.reserved_memory_gb < math.inf:
         raise CastoffError(f"--reserved-memory-gb must be at least 0, got {scenario.reserved_memory_gb:g}")
     return footprint(
         setup,
@@ -235,7 +242,7 @@ def _footprint(setup: Setup, pricing: Pricing, program: Program, batch: Batch, s
 
 def largest_that_fits(setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario) -> Largest:
     """Largest batch per rank at the longest request's lengths, and longest context at this batch, that still fit."""
-    longest = classes[0]
+    longest = max(classes, key=_total_tokens)
     mine = deal_to_rank([RequestClass(sum(int(entry.count) for entry in classes), 0, 1)], setup.mesh.dp.size)[0].count
     context_cap = setup.model.max_position_embeddings - int(longest.query)
 
@@ -246,7 +253,7 @@ def largest_that_fits(setup: Setup, pricing: Pricing, classes: Sequence[RequestC
         return np.asarray(_footprint(setup, pricing, program, own, scenario).fits)
 
     return Largest(
-        max_batch_per_device=_largest_true(lambda batch: fits(batch, longest.context), least=1),
+        max_batch_per_device=_largest_true(lambda batch: fits(batch, longest.context), least=1) or 0,
         max_context_length=_largest_true(lambda context: fits(mine, context), least=0, most=max(context_cap, 0)),
     )
 
@@ -254,12 +261,12 @@ def largest_that_fits(setup: Setup, pricing: Pricing, classes: Sequence[RequestC
 _PROBES = 64
 
 
-def _largest_true(fits: Callable[[Array], Array], *, least: int, most: int = 2**40) -> int:
-    """Largest whole number in [least, most] for which a monotone test holds, or 0 for none; 64 probes at a time."""
+def _largest_true(fits: Callable[[Array], Array], *, least: int, most: int = MOST) -> int | None:
+    """Largest whole number in [least, most] for which a monotone test holds, or None; 64 probes at a time."""
     low, high = least - 1, most
     while low < high:
         if low < least:
-            probes = np.unique(np.minimum(np.geomspace(max(least, 1), most, _PROBES).astype(np.int64), most))
+            probes = np.unique(np.minimum(np.geomspace(max(least, 1), max(most, 1), _PROBES).astype(np.int64), most))
             probes = np.union1d(probes, [least])
         else:
             probes = np.unique(np.linspace(low + 1, high, _PROBES).astype(np.int64))
@@ -271,7 +278,7 @@ def _largest_true(fits: Callable[[Array], Array], *, least: int, most: int = 2**
         best = int(np.nonzero(holds)[0][-1])
         low = int(probes[best])
         high = int(probes[best + 1]) - 1 if best + 1 < len(probes) else low
-    return max(low, 0)
+    return low if low >= least else None
 
 
 def _notes(model: ModelSpec, result: Cast) -> list[str]:

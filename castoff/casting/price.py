@@ -9,10 +9,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from castoff.casting.collective import collective_s
+from castoff.casting.curves import work_terms
 from castoff.dims import Array, Dim, maximum
 from castoff.ops.program import Block, OpCall, Program
-from castoff.ops.work import Part, Work
-from castoff.spec.backend import Backend, Curve, Origin, weakest
+from castoff.spec.backend import Backend, Origin, weakest
 from castoff.spec.device import Device
 
 Bound = Literal["compute", "vector", "memory", "communication", "launch"]
@@ -79,33 +79,18 @@ def _dim_text(dim: Dim) -> str:
     return "*" if isinstance(dim, np.ndarray) else f"{dim:.10g}"
 
 
-def part_terms(part: Part, device: Device, curve: Curve) -> tuple[Dim, Dim, Dim]:
-    """(compute, vector, memory) seconds of one part at the curve's efficiencies."""
-    bandwidth = device.memory.bandwidth_bytes_per_s
-    # The product of a number that is 0 needs no peak: a part without matrix work may name any dtype.
-    compute = _ratio(part.matrix_flops, device.matrix_flops_per_s.get(part.matrix_dtype, 0) * curve.compute_efficiency)
-    vector = _ratio(part.vector_flops, device.vector_flops_per_s["fp32"] * curve.vector_efficiency)
-    memory = _ratio(part.bytes, bandwidth * curve.memory_efficiency)
-    if isinstance(part.gather_bytes, np.ndarray) or part.gather_bytes:
-        memory = memory + part.gather_bytes / (bandwidth * curve.gather_efficiency)
-    return compute, vector, memory
-
-
-def _ratio(amount: Dim, rate: float) -> Dim:
-    return amount / rate if isinstance(amount, np.ndarray) or amount else 0.0
-
-
 def price_call(call: OpCall, pricing: Pricing) -> Price:
     """Time of one call: a measured one where there is one, else the backend's curve for its family."""
     work = call.op.work(call)
     backend = pricing.backend
     pure_collective = not work.parts
-    terms = list(_device_terms(work, call, pricing))
+    curve = None if pure_collective else backend.curve(call.family)
+    terms = (0.0, 0.0, 0.0) if curve is None else work_terms(work, curve, pricing.device)
     communication: Dim = 0.0
     for collective in work.collectives:
         communication = communication + collective_s(collective, pricing.device, backend.collectives.link_efficiency)
-    launch = backend.collectives.launch_s if pure_collective else backend.curve(call.family).launch_s
-    origins = [] if pure_collective else [backend.curve(call.family).origin]
+    launch = backend.collectives.launch_s if curve is None else curve.launch_s
+    origins = [] if curve is None else [curve.origin]
     if work.collectives:
         origins.append(backend.collectives.origin)
     every = (*terms, communication, launch)
@@ -116,18 +101,6 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
             return Price(known, every, "measured", units)
     longest = maximum(maximum(terms[0], terms[1]), maximum(terms[2], communication))
     return Price(launch + longest, every, weakest(origins), units)
-
-
-def _device_terms(work: Work, call: OpCall, pricing: Pricing) -> tuple[Dim, Dim, Dim]:
-    compute: Dim = 0.0
-    vector: Dim = 0.0
-    memory: Dim = 0.0
-    if work.parts:
-        curve = pricing.backend.curve(call.family)
-        for part in work.parts:
-            own = part_terms(part, pricing.device, curve)
-            compute, vector, memory = compute + own[0], vector + own[1], memory + own[2]
-    return compute, vector, memory
 
 
 Prices = Mapping[int, tuple[Price, ...]]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from castoff.casting.curves import part_terms
 from castoff.casting.prediction import Prediction
-from castoff.casting.price import BOUNDS, Bound, Price, part_terms, shapes_text
+from castoff.casting.price import BOUNDS, Bound, Price, shapes_text
 from castoff.casting.timeline import Span, spans
 from castoff.ops.program import OpCall
 from castoff.ops.work import Part
@@ -67,36 +68,38 @@ def op_summaries(prediction: Prediction, *, by_shapes: bool = False) -> list[OpS
     """Ops of a step, the longest in total first."""
     summaries: dict[str, OpSummary] = {}
     cast = prediction.cast
-    for entry in cast.program.schedule:
-        for call, price in zip(entry.block.calls, cast.prices[id(entry.block)], strict=True):
+    counts = Counter(id(entry.block) for entry in cast.program.schedule)
+    for block in cast.program.blocks:
+        for call, price in zip(block.calls, cast.prices[id(block)], strict=True):
             shapes = shapes_text(call)
             key = f"{call.op.name} {shapes}" if by_shapes else call.op.name
             summary = summaries.setdefault(key, OpSummary(call.op.name))
-            _add(summary, call, price, shapes, prediction)
+            _add(summary, call, price, shapes, prediction, counts[id(block)])
     return sorted(summaries.values(), key=lambda summary: -summary.total_s)
 
 
-def _add(summary: OpSummary, call: OpCall, price: Price, shapes: str, prediction: Prediction) -> None:
+def _add(summary: OpSummary, call: OpCall, price: Price, shapes: str, prediction: Prediction, count: int) -> None:
+    """Add `count` equal calls."""
     work = call.op.work(call)
-    seconds = float(price.seconds)
-    summary.calls += 1
+    seconds = count * float(price.seconds)
+    summary.calls += count
     summary.total_s += seconds
-    summary.flops += float(work.flops)
-    summary.bytes += float(work.bytes)
+    summary.flops += count * float(work.flops)
+    summary.bytes += count * float(work.bytes)
     summary.origin = weakest([summary.origin, price.origin])
     summary.bound_s[BOUNDS[int(price.bound)]] += seconds
     for bound, term in zip(BOUNDS, price.terms, strict=True):
-        summary.terms_s[bound] += float(term)
-    summary.shapes[shapes] += 1
+        summary.terms_s[bound] += count * float(term)
+    summary.shapes[shapes] += count
     for part in work.parts:
-        _add_bucket(summary.buckets.setdefault(part.name, BucketSummary(part.name)), part, call, prediction)
+        _add_bucket(summary.buckets.setdefault(part.name, BucketSummary(part.name)), part, call, prediction, count)
 
 
-def _add_bucket(bucket: BucketSummary, part: Part, call: OpCall, prediction: Prediction) -> None:
-    curve = prediction.backend.curve(call.family)
-    bucket.flops += float(part.matrix_flops + part.vector_flops)
-    bucket.bytes += float(part.bytes + part.gather_bytes)
-    bucket.seconds += float(max(part_terms(part, prediction.device, curve)))
+def _add_bucket(bucket: BucketSummary, part: Part, call: OpCall, prediction: Prediction, count: int) -> None:
+    terms = part_terms(part, prediction.backend.curve(call.family), prediction.device)
+    bucket.flops += count * float(part.matrix_flops + part.vector_flops)
+    bucket.bytes += count * float(part.bytes + part.gather_bytes)
+    bucket.seconds += count * float(max(terms))
 
 
 def kind_summaries(prediction: Prediction) -> list[KindSummary]:

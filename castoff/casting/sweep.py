@@ -19,7 +19,7 @@ from castoff.model.setup import resolve_setup
 from castoff.spec.backend import Origin, load_backend
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
-from castoff.spec.scenario import RequestClass, Scenario, request_classes
+from castoff.spec.scenario import RequestClass, Scenario, check_whole, request_classes
 from castoff.spec.toml_file import did_you_mean
 
 CONTINUOUS = ("num_queries", "query_length", "context_length")
@@ -91,15 +91,22 @@ def sweep(model: ModelSpec, device: Device, base: Scenario, axes: Mapping[str, o
     Raises CastoffError for an unknown field or an array where only a list may stand.
     """
     arrays, lists = _sort_axes(axes)
-    points = np.broadcast_shapes(*(values.shape for values in arrays.values()), ())
+    for name, values in arrays.items():
+        check_whole(f"--{name.replace('_', '-')}", values, least=0 if name == "context_length" else 1)
+    points: tuple[int, ...]
+    try:
+        points = np.broadcast_shapes(*(values.shape for values in arrays.values()), ())
+    except ValueError:
+        shapes = ", ".join(f"{name} {values.shape}" for name, values in arrays.items())
+        raise CastoffError(f"the arrays swept do not broadcast: {shapes}") from None
     flat = {name: np.broadcast_to(values, points).reshape(-1).astype(np.float64) for name, values in arrays.items()}
     size = int(np.prod(points, dtype=np.int64))
     columns = _Columns(size)
     structures: list[Mapping[str, Any]] = []
     reasons: list[str | None] = []
     origins: list[Origin | None] = []
-    for values in itertools.product(*lists.values()):
-        structure = dict(zip(lists, values, strict=True))
+    for combination in itertools.product(*lists.values()):
+        structure = dict(zip(lists, combination, strict=True))
         structures.append(structure)
         try:
             origins.append(_cast_row(model, device, _with(base, structure), flat, columns))

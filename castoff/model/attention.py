@@ -8,7 +8,7 @@ from castoff.model.indexer import index_tokens
 from castoff.model.inputs import AbstractCaches, StepInputs
 from castoff.model.setup import Setup
 from castoff.model.sharding import exchange_heads, project_and_reduce
-from castoff.ops.attention import AttentionSizes, multihead_latent_attention
+from castoff.ops.attention import AttentionSizes, absorb_query, expand_value, multihead_latent_attention
 from castoff.ops.collectives import all_gather, reduce_scatter
 from castoff.ops.linear import Weight
 from castoff.ops.mlapo import MlapoSizes, MlapoWeights, mlapo
@@ -41,25 +41,7 @@ def attention(
         _mlapo_weights(weights), _mlapo_sizes(setup, heads), model.latent_norm_eps,
     )  # fmt: skip
     topk_TK = index_tokens(setup, weights, caches, inputs, layer, normed_TD, qa_normed_TQ, topk_TK, indexer=indexer)
-    sizes = AttentionSizes(
-        heads=heads * mesh.dcp.size,
-        qk_nope_head_dim=model.qk_nope_head_dim,
-        qk_rope_head_dim=model.qk_rope_head_dim,
-        kv_lora_rank=model.kv_lora_rank,
-        v_head_dim=model.v_head_dim,
-        cache_row_bytes=setup.cache.latent_row_bytes,
-        softmax_scale=model.softmax_scale,
-        topk_limit=setup.topk_limit,
-        shards=mesh.dcp.size,
-    )
-    # With DCP a rank attends with the heads of its whole DCP group, over the rows it holds.
-    q_THX = all_gather(q_THX, mesh.dcp, axis=1)
-    out_THV = multihead_latent_attention(
-        q_THX, kv_cache, topk_TK, inputs.block_tables, inputs.seq_lens_B, weights["self_attn.kv_b_proj"],
-        sizes, inputs.lengths, phase=setup.mode, quantized=setup.cache.action != "DISABLED",
-    )  # fmt: skip
-    if mesh.dcp.size > 1:
-        out_THV = _merge_shards(setup, out_THV, heads)
+    out_THV = _attend(setup, weights, kv_cache, inputs, q_THX, topk_TK)
     heads_TI = out_THV.view(out_THV.shape[0], heads * model.v_head_dim)
     out_TD = project_and_reduce(
         exchange_heads(heads_TI, mesh.o_proj_tp, mesh.tp),
@@ -73,14 +55,45 @@ def attention(
     return out_TD, topk_TK
 
 
-def _merge_shards(setup: Setup, out_THV: Abstract, heads: int) -> Abstract:
-    """Partial outputs over the rows of each DCP rank to this rank's heads, weighted by their softmax sums."""
-    tokens, all_heads, width = out_THV.shape
-    dcp = setup.mesh.dcp
-    sums_HT = out_THV.recorder.tensor(all_heads, tokens, dtype="fp32")
-    all_gather(sums_HT, dcp)
-    mine_HX = reduce_scatter(out_THV.view(all_heads, tokens * width), dcp)
-    return mine_HX.view(tokens, heads, width)
+def _attend(
+    setup: Setup,
+    weights: Weights,
+    kv_cache: Abstract,
+    inputs: StepInputs,
+    q_THX: Abstract,
+    topk_TK: Abstract | None,
+) -> Abstract:
+    """Attention of this rank's heads, (T, H, V).
+
+    With DCP a rank scores the heads of its whole DCP group against the rows it holds; the partial results, weighted by
+    their softmax sums, are added up where the heads belong.
+    """
+    model, dcp = setup.model, setup.mesh.dcp
+    tokens, heads = q_THX.shape[0], model.num_attention_heads // setup.mesh.tp.size
+    kv_b = weights["self_attn.kv_b_proj"]
+    sizes = AttentionSizes(
+        heads=heads * dcp.size,
+        qk_nope_head_dim=model.qk_nope_head_dim,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        kv_lora_rank=model.kv_lora_rank,
+        v_head_dim=model.v_head_dim,
+        cache_row_bytes=setup.cache.latent_row_bytes,
+        softmax_scale=model.softmax_scale,
+        topk_limit=setup.topk_limit,
+        shards=dcp.size,
+        absorbs=dcp.size == 1,
+    )
+    if dcp.size > 1:
+        q_THX = all_gather(absorb_query(q_THX, kv_b, sizes), dcp, axis=1)
+    out_THX = multihead_latent_attention(
+        q_THX, kv_cache, topk_TK, inputs.block_tables, inputs.seq_lens_B, kv_b,
+        sizes, inputs.lengths, phase=setup.mode, quantized=setup.cache.action != "DISABLED",
+    )  # fmt: skip
+    if dcp.size == 1:
+        return out_THX
+    all_gather(out_THX.recorder.tensor(sizes.heads, tokens, dtype="fp32"), dcp)
+    mine_HX = reduce_scatter(out_THX.view(sizes.heads, tokens * model.kv_lora_rank), dcp)
+    return expand_value(mine_HX.view(tokens, heads, model.kv_lora_rank), kv_b, sizes)
 
 
 def _mlapo_weights(weights: Weights) -> MlapoWeights:

@@ -77,10 +77,8 @@ def _expert_parallel_moe(setup: Setup, weights: Weights, normed_TD: Abstract, to
     shared_input_TD = normed_TD if shared_over_tp and not setup.sequence_parallel else x_TD
     if shared_over_tp and setup.sequence_parallel:
         shared_input_TD = join_tokens(x_TD, mesh.tp, tokens)
-    external = mesh.shared_expert_ranks > 0
-    shared_TD = None if external else _shared_expert(setup, weights, shared_input_TD)
     weights_TK, experts_TK = _route(setup, weights, x_TD)
-    rows_RD = _dispatch_compute_combine(setup, weights, x_TD, moe_permute(x_TD, experts_TK))
+    rows_RD, shared_TD = _dispatch_compute_combine(setup, weights, x_TD, moe_permute(x_TD, experts_TK), shared_input_TD)
     routed_TD = moe_unpermute(rows_RD, weights_TK)
     split = setup.sequence_parallel
     if shared_over_tp and shared_TD is not None:
@@ -90,36 +88,40 @@ def _expert_parallel_moe(setup: Setup, weights: Weights, normed_TD: Abstract, to
     return mine_TD if split else join_tokens(mine_TD, mesh.tp, tokens)
 
 
-def _dispatch_compute_combine(setup: Setup, weights: Weights, x_TD: Abstract, rows_RD: Abstract) -> Abstract:
-    """Send rows to the experts' ranks, compute there, and bring the results back: (R, D) to (R, D)."""
-    mesh, moe_spec = setup.mesh, setup.model.moe
-    hidden = rows_RD.shape[1]
-    # Tokens of one expert group: every rank of the ep and moe_tp groups brings as many as this one.
-    ranks = mesh.ep.size
-    group_tokens = x_TD.shape[0] * ranks * mesh.moe_tp.size
+def _dispatch_compute_combine(
+    setup: Setup, weights: Weights, x_TD: Abstract, rows_RD: Abstract, shared_input_TD: Abstract
+) -> tuple[Abstract, Abstract | None]:
+    """Send rows (R, D) to the experts' ranks, compute there, bring the results back; the shared expert's output too.
+
+    The shared expert is computed while the rows are on their way.
+    """
+    mesh, hidden = setup.mesh, rows_RD.shape[1]
+    group_tokens = x_TD.shape[0] * mesh.ep.size * mesh.moe_tp.size
     if mesh.parallel.host_external_shared_experts:
-        local_rows: Dim = group_tokens / mesh.shared_expert_ranks
-        sent_RD = all_to_all(rows_RD, mesh.ep, shape=(local_rows, hidden))
-        out_RD = _shared_mlp(weights, sent_RD)
-        return all_to_all(out_RD, mesh.ep, shape=rows_RD.shape)
-    per_column = group_tokens / mesh.moe_tp.size * moe_spec.num_experts_per_tok / (ranks - mesh.shared_expert_ranks)
-    # The busiest rank cannot get more than one copy per token and local expert.
-    most = group_tokens / mesh.moe_tp.size * min(moe_spec.num_experts_per_tok, mesh.experts_per_rank)
-    local_rows = minimum(per_column * mesh.parallel.expert_load_imbalance, most)
-    if "dispatch_ffn_combine" in setup.fusions and mesh.moe_tp.size == 1:
-        return dispatch_ffn_combine(
-            quantize(rows_RD, weights["mlp.experts.gate_up_proj"]) if setup.quantized_dispatch else rows_RD,
-            weights["mlp.experts.gate_up_proj"],
-            weights["mlp.experts.down_proj"],
-            _touched(setup, group_tokens),
-            local_rows,
-            mesh.ep,
-        )
+        sent_RD = all_to_all(rows_RD, mesh.ep, shape=(group_tokens / mesh.shared_expert_ranks, hidden))
+        return all_to_all(_shared_mlp(weights, sent_RD), mesh.ep, shape=rows_RD.shape), None
+    local_rows = _local_rows(setup, group_tokens)
     if setup.quantized_dispatch:
         rows_RD = quantize(rows_RD, weights["mlp.experts.gate_up_proj"])
+    if "dispatch_ffn_combine" in setup.fusions and mesh.moe_tp.size == 1:
+        shared_TD = _shared_expert(setup, weights, shared_input_TD)
+        gate_up, down = weights["mlp.experts.gate_up_proj"], weights["mlp.experts.down_proj"]
+        touched = _touched(setup, group_tokens)
+        return dispatch_ffn_combine(rows_RD, gate_up, down, touched, local_rows, mesh.ep), shared_TD
     sent_RD = all_to_all(rows_RD, mesh.ep, shape=(local_rows, hidden))
+    shared_TD = _shared_expert(setup, weights, shared_input_TD)
     out_RD = _experts(setup, weights, all_gather(sent_RD, mesh.moe_tp), tokens=group_tokens)
-    return all_to_all(reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape)
+    return all_to_all(reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape), shared_TD
+
+
+def _local_rows(setup: Setup, group_tokens: Dim) -> Dim:
+    """Token copies that reach the busiest expert rank. group_tokens: of all ranks of the ep and moe_tp groups."""
+    mesh, chosen = setup.mesh, setup.model.moe.num_experts_per_tok
+    tokens = group_tokens / mesh.moe_tp.size
+    mean = tokens * chosen / (mesh.ep.size - mesh.shared_expert_ranks)
+    # No rank can get more than one copy per token and local expert.
+    most = tokens * min(chosen, mesh.experts_per_rank)
+    return minimum(mean * mesh.parallel.expert_load_imbalance, most)
 
 
 def _experts(setup: Setup, weights: Weights, rows_RD: Abstract, *, tokens: Dim) -> Abstract:
@@ -155,7 +157,7 @@ def _route(setup: Setup, weights: Weights, x_TD: Abstract) -> tuple[Abstract, Ab
 
 
 def _shared_expert(setup: Setup, weights: Weights, x_TD: Abstract) -> Abstract | None:
-    if setup.model.moe.n_shared_experts == 0:
+    if setup.model.moe.n_shared_experts == 0 or setup.mesh.shared_expert_ranks:
         return None
     if not setup.multistream:
         return _shared_mlp(weights, x_TD)

@@ -116,8 +116,8 @@ def _fusions(backend: Backend, compilation: Compilation) -> frozenset[str]:
         "dispatch_ffn_combine": compilation.enable_dispatch_ffn_combine,
     }
     for flag, fusion in (
-        ("enable_matmul_allreduce", "matmul_all_reduce"),
-        ("enable_dispatch_ffn_combine", "dispatch_ffn_combine"),
+        ("--enable-matmul-allreduce", "matmul_all_reduce"),
+        ("--enable-dispatch-ffn-combine", "dispatch_ffn_combine"),
     ):
         if asked[fusion] and fusion not in backend.fusions:
             raise CastoffError(
@@ -140,6 +140,9 @@ def _check_mtp(model: ModelSpec, mtp: Mtp) -> None:
 
 
 def _check_rates(device: Device, quant: Quant, formats: tuple[LinearFormat, ...]) -> None:
+    for dtype, use in (("bf16", "attention"), ("fp32", "the router")):
+        if not device.supports(dtype):
+            raise CastoffError(f"{device.name} gives no matrix rate for {dtype}, in which {use} computes")
     for form in formats:
         if not device.supports(form.activation_dtype):
             raise CastoffError(

@@ -19,7 +19,10 @@ SOFTMAX_OPERATIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """Sizes on this rank. topk_limit is None for dense attention; `shards` ranks split the cached rows by token."""
+    """Sizes on this rank. topk_limit is None for dense attention; `shards` ranks split the cached rows by token.
+
+    absorbs: whether the op itself brings q into the latent space and the result out of it.
+    """
 
     heads: int
     qk_nope_head_dim: int
@@ -30,10 +33,17 @@ class AttentionSizes:
     softmax_scale: float
     topk_limit: int | None
     shards: int = 1
+    absorbs: bool = True
+
+    @property
+    def absorbed_head_dim(self) -> int:
+        """Width of one head's query in the latent space."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 def _shapes(q_THX: Abstract, *_: Abstract | None, sizes: AttentionSizes, **__: object) -> Shapes:
-    return (((q_THX.shape[0], sizes.heads, sizes.v_head_dim), "bf16"),)
+    width = sizes.v_head_dim if sizes.absorbs else sizes.kv_lora_rank
+    return (((q_THX.shape[0], sizes.heads, width), "bf16"),)
 
 
 def _absorbed_work(call: OpCall) -> Work:
@@ -50,18 +60,17 @@ def _absorbed_work(call: OpCall) -> Work:
         reads = Part("kv_gather", gather_bytes=rows * sizes.cache_row_bytes, gather_rows=rows)
     output: Dim = call.outputs[0].bytes
     ids = topk_TK.bytes if topk_TK is not None else 0
-    return Work(
-        (
-            Part(
-                "q_absorb", 2 * tokens * heads * sizes.qk_nope_head_dim * rank, "bf16", bytes=q_THX.bytes + kv_b.bytes
-            ),
-            Part("qk", 2 * rows * heads * (rank + sizes.qk_rope_head_dim), "bf16"),
-            Part("softmax", vector_flops=SOFTMAX_OPERATIONS * rows * heads),
-            Part("pv", 2 * rows * heads * rank, "bf16"),
-            Part("v_up", 2 * tokens * heads * rank * sizes.v_head_dim, "bf16", bytes=output + ids),
-            reads,
-        )
+    core = (
+        Part("qk", 2 * rows * heads * sizes.absorbed_head_dim, "bf16", bytes=q_THX.bytes + ids),
+        Part("softmax", vector_flops=SOFTMAX_OPERATIONS * rows * heads),
+        Part("pv", 2 * rows * heads * rank, "bf16", bytes=output),
+        reads,
     )
+    if not sizes.absorbs:
+        return Work(core)
+    q_absorb = Part("q_absorb", 2 * tokens * heads * sizes.qk_nope_head_dim * rank, "bf16", bytes=kv_b.bytes)
+    v_up = Part("v_up", 2 * tokens * heads * rank * sizes.v_head_dim, "bf16")
+    return Work((q_absorb, *core, v_up))
 
 
 def _expanded_work(call: OpCall) -> Work:
@@ -92,7 +101,7 @@ def _expanded_work(call: OpCall) -> Work:
 
 def _work(call: OpCall) -> Work:
     sizes: AttentionSizes = call.attributes["sizes"]
-    dense_prefill = sizes.topk_limit is None and call.attributes["phase"] == "prefill"
+    dense_prefill = sizes.topk_limit is None and call.attributes["phase"] == "prefill" and sizes.absorbs
     return _expanded_work(call) if dense_prefill else _absorbed_work(call)
 
 
@@ -132,3 +141,45 @@ def multihead_latent_attention(
         q_THX, kv_cache, topk_TK, block_tables, seq_lens_B, kv_b.values,
         kv_b=kv_b, sizes=sizes, lengths=lengths, phase=phase,
     )[0]  # fmt: skip
+
+
+def _absorb_shapes(q_THX: Abstract, kv_b_XR: Abstract, *, sizes: AttentionSizes, kv_b: Weight) -> Shapes:
+    return (((*q_THX.shape[:2], sizes.absorbed_head_dim), "bf16"),)
+
+
+def _absorb_work(call: OpCall) -> Work:
+    sizes: AttentionSizes = call.attributes["sizes"]
+    return Work((_half_of_kv_b("q_absorb", call, sizes.qk_nope_head_dim),))
+
+
+def _expand_shapes(out_THR: Abstract, kv_b_XR: Abstract, *, sizes: AttentionSizes, kv_b: Weight) -> Shapes:
+    return (((*out_THR.shape[:2], sizes.v_head_dim), "bf16"),)
+
+
+def _expand_work(call: OpCall) -> Work:
+    sizes: AttentionSizes = call.attributes["sizes"]
+    return Work((_half_of_kv_b("v_up", call, sizes.v_head_dim),))
+
+
+def _half_of_kv_b(name: str, call: OpCall, width: int) -> Part:
+    """A batched product per head with the half of kv_b that has `width` rows a head."""
+    sizes: AttentionSizes = call.attributes["sizes"]
+    kv_b: Weight = call.attributes["kv_b"]
+    x_THX = call.tensor(0)
+    read = kv_b.bytes * width / (sizes.qk_nope_head_dim + sizes.v_head_dim)
+    flops = 2 * x_THX.shape[0] * x_THX.shape[1] * width * sizes.kv_lora_rank
+    return Part(name, flops, "bf16", bytes=x_THX.bytes + read + call.outputs[0].bytes)
+
+
+ABSORB_QUERY = Op("absorb_query", "matmul", _absorb_shapes, _absorb_work)
+EXPAND_VALUE = Op("expand_value", "matmul", _expand_shapes, _expand_work)
+
+
+def absorb_query(q_THX: Abstract, kv_b: Weight, sizes: AttentionSizes) -> Abstract:
+    """(q_nope · W_uk, q_rope) per head, (T, H, R + P): a query that several ranks can score against their rows."""
+    return ABSORB_QUERY(q_THX, kv_b.values, sizes=sizes, kv_b=kv_b)[0]
+
+
+def expand_value(out_THR: Abstract, kv_b: Weight, sizes: AttentionSizes) -> Abstract:
+    """Latent results (T, H, R) of whole softmaxes to values: out · W_uv, (T, H, V)."""
+    return EXPAND_VALUE(out_THR, kv_b.values, sizes=sizes, kv_b=kv_b)[0]

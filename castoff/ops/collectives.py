@@ -101,9 +101,12 @@ def _dispatch_ffn_combine_work(call: OpCall) -> Work:
     width = down.values.shape[2]
     local_RD = rows_RD.view(local_rows, rows_RD.shape[1])
     middle_RI = rows_RD.recorder.tensor(local_rows, width, dtype=down.matrix_dtype)
-    operations = SWIGLU_OPERATIONS + (4 if down.quantizes_activations else 0)
+    operations = SWIGLU_OPERATIONS + down.quantize_operations
+    # Rows that travel in bf16 are quantised where they arrive.
+    arriving = 0 if rows_RD.dtype == gate_up.matrix_dtype else gate_up.quantize_operations
     return Work(
         (
+            Part("quantize", vector_flops=arriving * local_RD.elements),
             grouped_part(local_RD, gate_up, touched, middle_RI.bytes),
             Part("swiglu", vector_flops=operations * middle_RI.elements),
             grouped_part(middle_RI, down, touched, 2 * local_RD.elements),

@@ -68,13 +68,13 @@ class Lengths:
         return self._sum(per_segment)
 
     def with_query(self, query: Dim, *, grown_by: Dim = 0) -> Lengths:
-        """The same requests `grown_by` tokens longer, of which the last `query` are computed."""
-        return Lengths(
-            tuple(
-                Segment(segment.count, segment.context + segment.query + grown_by - query, query)
-                for segment in self.segments
-            )
-        )
+        """The same requests `grown_by` tokens longer, of which the last `query` (or all, if fewer) are computed."""
+        segments = []
+        for segment in self.segments:
+            total = segment.context + segment.query + grown_by
+            own = minimum(query, total)
+            segments.append(Segment(segment.count, total - own, own))
+        return Lengths(tuple(segments))
 
     def _sum(self, term: Callable[[Segment], Dim]) -> Dim:
         total: Dim = 0

@@ -35,6 +35,11 @@ class Weight:
         return self.format is not None and self.format.quantizes_activations
 
     @property
+    def quantize_operations(self) -> int:
+        """Vector operations to quantise one value of the input."""
+        return self.format.quantize_operations if self.format is not None else 0
+
+    @property
     def matrix_dtype(self) -> str:
         """The rate at which the product runs."""
         return self.format.activation_dtype if self.format is not None else self.values.dtype
@@ -56,13 +61,12 @@ def _quantize_shapes(x_TI: Abstract, *, format: LinearFormat) -> Shapes:
     assert isinstance(inputs, int)
     shapes: Shapes = ((x_TI.shape, format.activation_dtype),)
     scales = format.activation_scales(inputs)
-    return (*shapes, ((*tokens, scales), "fp32")) if scales else shapes
+    return (*shapes, ((*tokens, scales), format.activation_scale_dtype)) if scales else shapes
 
 
 def _quantize_work(call: OpCall) -> Work:
     x_TI = call.tensor(0)
-    # abs, max, scale and round per value where the scale is found at run time; scale and round otherwise.
-    operations = 4 if call.attributes["format"].dynamic else 2
+    operations = call.attributes["format"].quantize_operations
     moved = x_TI.bytes + sum_bytes(call.outputs)
     return Work((Part("quantize", vector_flops=operations * x_TI.elements, bytes=moved),))
 

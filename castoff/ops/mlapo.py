@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from castoff.dims import Dim
 from castoff.ops.linear import Weight
 from castoff.ops.program import Abstract, Op, OpCall, Shapes
@@ -79,13 +81,13 @@ def _work(call: OpCall) -> Work:
         Part("q_states", bytes=q_states.bytes),
         Part("kv_cache_write", bytes=tokens * sizes.cache_row_bytes),
     ]
-    quantized: Dim = 0
-    if weights.kv_a.quantizes_activations:
-        quantized = quantized + hidden_TD.elements
-    if weights.q_a is not None and weights.q_b.quantizes_activations:
-        quantized = quantized + qa_normed.elements
-    if weights.q_b.quantizes_activations:
-        parts.append(Part("quantize", vector_flops=4 * quantized))
+    # Each input is quantised once, whichever of its readers asks for it.
+    readers = [weight for weight in (weights.q_a or weights.q_b, weights.kv_a) if weight.quantizes_activations]
+    quantize = readers[0].quantize_operations * hidden_TD.elements if readers else 0
+    if weights.q_a is not None:
+        quantize = quantize + weights.q_b.quantize_operations * qa_normed.elements
+    if isinstance(quantize, np.ndarray) or quantize:
+        parts.append(Part("quantize", vector_flops=quantize))
     return Work(tuple(parts))
 
 

@@ -129,7 +129,7 @@ def _grouped_swiglu_work(call: OpCall) -> Work:
     weight: Weight = call.attributes["weight"]
     output = call.outputs[0]
     part = grouped_part(call.tensor(0), weight, call.attributes["touched"], output.bytes)
-    operations = SWIGLU_OPERATIONS + (4 if weight.quantizes_activations else 0)
+    operations = SWIGLU_OPERATIONS + weight.quantize_operations
     return Work((part, Part("swiglu", vector_flops=operations * output.elements)))
 
 

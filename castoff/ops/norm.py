@@ -17,8 +17,8 @@ _NORM_OPERATIONS = 4
 def _work(call: OpCall) -> Work:
     x_TD = call.tensor(0)
     added = any(value is not None and value.kind == "activation" for value in call.inputs[1:])
-    quantized = call.attributes.get("format") is not None
-    operations = _NORM_OPERATIONS + (1 if added else 0) + (4 if quantized else 0)
+    form: LinearFormat | None = call.attributes.get("format")
+    operations = _NORM_OPERATIONS + (1 if added else 0) + (form.quantize_operations if form else 0)
     moved = sum_bytes(call.outputs)
     for value in call.inputs:
         if value is not None:
@@ -37,7 +37,10 @@ def _normed_and_residual(x_TD: Abstract, *_: Abstract, eps: float) -> Shapes:
 def _quantized(x_TD: Abstract, *_: Abstract, eps: float, format: LinearFormat) -> Shapes:
     *tokens, width = x_TD.shape
     assert isinstance(width, int)
-    return ((x_TD.shape, format.activation_dtype), ((*tokens, format.activation_scales(width)), "fp32"))
+    return (
+        (x_TD.shape, format.activation_dtype),
+        ((*tokens, format.activation_scales(width)), format.activation_scale_dtype),
+    )
 
 
 def _quantized_and_residual(x_TD: Abstract, *_: Abstract, eps: float, format: LinearFormat) -> Shapes:

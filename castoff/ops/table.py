@@ -30,6 +30,8 @@ OPS: tuple[Op, ...] = (
     attention.SPARSE_QUANT,
     attention.DENSE,
     attention.DENSE_QUANT,
+    attention.ABSORB_QUERY,
+    attention.EXPAND_VALUE,
     moe.MOE_GATE,
     moe.MOE_PERMUTE,
     moe.MOE_UNPERMUTE,

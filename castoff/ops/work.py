@@ -12,7 +12,7 @@ from typing import Literal
 from castoff.dims import Dim
 from castoff.spec.mesh import Group
 
-DType = Literal["fp32", "bf16", "fp16", "int8", "fp8", "int4", "fp4", "int32"]
+DType = Literal["fp32", "bf16", "fp16", "int8", "fp8", "e8m0", "int4", "fp4", "int32"]
 
 DTYPE_BYTES: dict[str, float] = {
     "fp32": 4,
@@ -21,6 +21,7 @@ DTYPE_BYTES: dict[str, float] = {
     "fp16": 2,
     "int8": 1,
     "fp8": 1,
+    "e8m0": 1,
     "int4": 0.5,
     "fp4": 0.5,
 }

@@ -138,5 +138,6 @@ def _summary(report: StepReport) -> Table:
     per_device = rate(prediction.tokens_per_s_per_device)
     made.add_row("throughput per device", per_device, "tokens/s/device", cast.throughput_origin)
     made.add_row("largest batch that fits", count(prediction.largest.max_batch_per_device), "requests per DP rank", "")
-    made.add_row("longest context that fits", count(prediction.largest.max_context_length), "tokens", "")
+    context = prediction.largest.max_context_length
+    made.add_row("longest context that fits", "none" if context is None else count(context), "tokens", "")
     return made

@@ -44,7 +44,9 @@ def what_fits(prediction: Prediction) -> str:
         weights = f"; the weights alone take {gib_text(memory.weights_bytes)}"
         return f"Not even one request{' per attention-DP rank' if ranks > 1 else ''} fits{ragged}{weights}."
     longest = (
-        f"the longest context at this batch is {count(context)} tokens" if context else "no context does at this batch"
+        f"the longest context at this batch is {count(context)} tokens"
+        if context is not None
+        else "no context does at this batch"
     )
     return f"The largest batch that fits{ragged} is {_number(batch, 'request')}{per_rank}; {longest}."
 

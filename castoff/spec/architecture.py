@@ -216,8 +216,8 @@ class ModelSpec:
         """The same model cut to its first layers, per-layer lists included; an error beyond the model's own count."""
         if not 1 <= num_hidden_layers <= self.num_hidden_layers:
             raise CastoffError(
-                f"num_hidden_layers must be between 1 and {self.num_hidden_layers}, the layers of {self.name}, "
-                f"not {num_hidden_layers}"
+                f"--num-hidden-layers-override must be between 1 and {self.num_hidden_layers}, the layers of "
+                f"{self.name}, not {num_hidden_layers}"
             )
         return replace(
             self,

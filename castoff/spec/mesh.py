@@ -6,6 +6,7 @@ apart. The routed experts cut the same ranks of one pipeline stage into moe_tp (
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from castoff.errors import CastoffError
@@ -54,10 +55,12 @@ def resolve_mesh(model: ModelSpec, parallel: Parallel) -> Mesh:
     """
     _check_positive(parallel)
     world, tp, pp = parallel.num_devices, parallel.tp_size, parallel.pp_size
+    if world % pp:
+        raise CastoffError(f"--pp-size {pp} does not divide --num-devices {world}; choose among {_divisors(world)}")
     if world % (tp * pp):
         raise CastoffError(
-            f"--tp-size {tp} x --pp-size {pp} does not divide --num-devices {world}; "
-            f"choose a --tp-size among {_divisors(world // pp if world % pp == 0 else world)}"
+            f"--tp-size {tp} does not divide the {world // pp} devices of a pipeline stage; choose among "
+            f"{_divisors(world // pp)}"
         )
     stage = world // pp
     dp = parallel.dp_size if parallel.dp_size is not None else stage // tp
@@ -130,7 +133,7 @@ def _check_positive(parallel: Parallel) -> None:
         value = getattr(parallel, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise CastoffError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")
-    if not parallel.expert_load_imbalance >= 1:
+    if not 1 <= parallel.expert_load_imbalance < math.inf:
         raise CastoffError(
             f"--expert-load-imbalance is the busiest rank's load over the mean, so at least 1; got "
             f"{parallel.expert_load_imbalance}"
@@ -172,10 +175,15 @@ def _embedding_tp(model: ModelSpec, parallel: Parallel, stage: int) -> int:
 
 def _expert_sizes(parallel: Parallel, stage: int) -> tuple[int, int]:
     ep, moe_dp = parallel.ep_size, parallel.moe_dp_size
+    if stage % moe_dp:
+        raise CastoffError(
+            f"--moe-dp-size {moe_dp} does not divide the {stage} devices of a pipeline stage; choose among "
+            f"{_divisors(stage)}"
+        )
     if stage % (ep * moe_dp):
         raise CastoffError(
             f"--ep-size {ep} x --moe-dp-size {moe_dp} does not divide the {stage} devices of a pipeline stage; "
-            f"choose an --ep-size among {_divisors(stage)}"
+            f"choose an --ep-size among {_divisors(stage // moe_dp)}"
         )
     moe_tp = parallel.moe_tp_size if parallel.moe_tp_size is not None else stage // (ep * moe_dp)
     if ep * moe_tp * moe_dp != stage:

@@ -56,6 +56,18 @@ class LinearFormat:
             case _:
                 return 4 * rows
 
+    @property
+    def quantize_operations(self) -> int:
+        """Vector operations to quantise a value: abs, max, scale, round; scale and round where the scale is stored."""
+        if not self.quantizes_activations:
+            return 0
+        return 4 if self.dynamic else 2
+
+    @property
+    def activation_scale_dtype(self) -> str:
+        """Format of the scales that are found at run time: a shared exponent for MXFP4, fp32 else."""
+        return "e8m0" if self.action == "MXFP4" else "fp32"
+
     def activation_scales(self, columns: int) -> int:
         """Scales per token for an input of `columns` values; 0 where the scale is stored."""
         if not self.dynamic:

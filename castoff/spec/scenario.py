@@ -22,6 +22,9 @@ from castoff.spec.quant import AttentionAction, LinearAction
 Mode = Literal["prefill", "decode"]
 PerRequest = Dim | Sequence[int]
 
+MOST = 2**40
+"""Largest number of requests or tokens: everything counted with them stays exact in a float64."""
+
 ASSUMED_DRAFT_ACCEPTANCE = 0.7420
 """Chance that one more draft token is accepted, so that three draft tokens give 2.7 tokens a step (1 + p + p² + p³)."""
 
@@ -30,14 +33,14 @@ ASSUMED_DRAFT_ACCEPTANCE = 0.7420
 class Workload:
     """The requests of one step.
 
-    num_queries: requests in the step, over all data-parallel ranks.
+    num_queries: requests in the step, over all data-parallel ranks. None means one, or one per length given.
     query_length: new tokens per request, one number or one per request. None in decode means 1 + num_mtp_tokens.
     context_length: tokens per request that the cache already holds, one number or one per request.
     decode: a decode step; it is one too when no query_length is given.
     prefix_cache_hit_rate: share of query_length that a prefix cache already holds, in [0, 1).
     """
 
-    num_queries: Dim = 1
+    num_queries: Dim | None = None
     query_length: PerRequest | None = None
     context_length: PerRequest = 0
     decode: bool = False
@@ -195,7 +198,7 @@ class RequestClass:
 
 
 def request_classes(workload: Workload, mtp: Mtp) -> tuple[RequestClass, ...]:
-    """The requests of a step as classes of equal requests, longest first.
+    """The requests of a step as classes of equal requests: most new tokens first, then longest first.
 
     Raises CastoffError for lengths that are negative, zero, of the wrong count, or where decode has fewer new tokens
     than 1 + num_mtp_tokens.
@@ -208,13 +211,15 @@ def request_classes(workload: Workload, mtp: Mtp) -> tuple[RequestClass, ...]:
         raise CastoffError(f"--prefix-cache-hit-rate must be in [0, 1), got {hit_rate}")
     if hit_rate and workload.mode == "decode":
         raise CastoffError("--prefix-cache-hit-rate is for prefill; a decode step has no prompt to find in the cache")
-    _check_whole("--num-queries", workload.num_queries, least=1)
+    num_queries = workload.num_queries
+    if num_queries is not None:
+        check_whole("--num-queries", num_queries, least=1)
     if isinstance(context, Sequence) or isinstance(query, Sequence):
-        classes = _ragged(workload.num_queries, context, query)
+        classes = _ragged(num_queries, context, query)
     else:
-        _check_whole("--context-length", context, least=0)
-        _check_whole("--query-length", query, least=1)
-        classes = [RequestClass(workload.num_queries, context, query)]
+        check_whole("--context-length", context, least=0)
+        check_whole("--query-length", query, least=1)
+        classes = [RequestClass(1 if num_queries is None else num_queries, context, query)]
     least_query = 1 + mtp.num_mtp_tokens
     if workload.mode == "decode" and any(np.any(entry.query < least_query) for entry in classes):
         raise CastoffError(
@@ -233,44 +238,53 @@ def _apply_prefix_cache(entry: RequestClass, hit_rate: float) -> RequestClass:
     return RequestClass(entry.count, entry.context + cached_tokens, entry.query - cached_tokens)
 
 
-def _ragged(num_queries: Dim, context: PerRequest, query: PerRequest) -> list[RequestClass]:
+def _ragged(num_queries: Dim | None, context: PerRequest, query: PerRequest) -> list[RequestClass]:
     if isinstance(num_queries, np.ndarray) or isinstance(context, np.ndarray) or isinstance(query, np.ndarray):
         raise CastoffError("one length per request cannot be combined with arrays of scenarios; cast them one by one")
     counts = {len(lengths) for lengths in (context, query) if isinstance(lengths, Sequence)}
-    if len(counts) != 1 or (num_queries != 1 and {num_queries} != counts):
+    if counts == {0}:
+        raise CastoffError("--context-length or --query-length is a list of no lengths; give one per request")
+    if len(counts) != 1 or (num_queries is not None and {num_queries} != counts):
+        given = "" if num_queries is None else f"--num-queries {num_queries}, "
         raise CastoffError(
-            f"one length per request: --num-queries {num_queries}, --context-length with {_count(context)} and "
-            f"--query-length with {_count(query)} do not agree"
+            f"one length per request: {given}--context-length with {_count(context)} and --query-length with "
+            f"{_count(query)} do not agree; give one per request, or one for all"
         )
     count = counts.pop()
     contexts = list(context) if isinstance(context, Sequence) else [int(context)] * count
     queries = list(query) if isinstance(query, Sequence) else [int(query)] * count
     for value in contexts:
-        _check_whole("--context-length", value, least=0)
+        check_whole("--context-length", value, least=0)
     for value in queries:
-        _check_whole("--query-length", value, least=1)
+        check_whole("--query-length", value, least=1)
     pairs = Counter(zip(contexts, queries, strict=True))
-    longest_first = sorted(pairs.items(), key=lambda item: (-sum(item[0]), item[0]))
-    return [RequestClass(number, *lengths) for lengths, number in longest_first]
+    heaviest_first = sorted(pairs.items(), key=lambda item: (-item[0][1], -item[0][0]))
+    return [RequestClass(number, *lengths) for lengths, number in heaviest_first]
 
 
 def _count(lengths: PerRequest) -> str:
     return f"{len(lengths)} values" if isinstance(lengths, Sequence) else "one value"
 
 
-def _check_whole(flag: str, value: Dim, *, least: int) -> None:
+def check_whole(flag: str, value: Dim, *, least: int) -> None:
+    """Refuse a number, or an array with one, that is not whole or is too small."""
     entries = np.asarray(value)
-    if entries.dtype.kind not in "iu" and not (entries.dtype.kind == "f" and np.all(entries == np.floor(entries))):
+    if isinstance(value, int) and value > MOST:
+        raise CastoffError(f"{flag} must be at most {MOST}, got {value}")
+    whole = entries.dtype.kind == "f" and np.all(np.isfinite(entries)) and np.all(entries == np.floor(entries))
+    if entries.dtype.kind not in "iu" and not whole:
         raise CastoffError(f"{flag} must be whole numbers, got {value}")
+    if np.any(entries > MOST):
+        raise CastoffError(f"{flag} must be at most {MOST}, got {entries.max():g}")
     if entries.size == 0 or np.any(entries < least):
         smallest = "no value" if entries.size == 0 else f"{entries.min():g}"
         raise CastoffError(f"{flag} must be at least {least}, got {smallest}")
 
 
 def deal_to_rank(classes: Sequence[RequestClass], ranks: int) -> tuple[RequestClass, ...]:
-    """The requests of the heaviest of `ranks` data-parallel ranks.
+    """The requests of the first of `ranks` data-parallel ranks, when classes are dealt round robin in their order.
 
-    Requests are dealt round robin, longest first, so rank 0 has the most requests and the longest ones.
+    No rank has more requests, and in the order of the classes none has heavier ones.
     """
     if len(classes) == 1:
         entry = classes[0]

@@ -107,9 +107,6 @@ class TestLevels:
         (level,) = levels_of(Group("tp", size), device(A2).tiers)
         assert level.bandwidth_bytes_per_s == pytest.approx(node.bandwidth_bytes_per_s * links / 7)
 
-    @pytest.mark.xfail(
-        reason="levels_of divides the mesh by the stride: units = num_devices // max(inner, stride) (collective.py)"
-    )
     @pytest.mark.parametrize(
         ("on", "size", "stride", "share"), [(A2, 4, 2, 3 / 7), (A2, 2, 4, 1 / 7), (A350, 2, 2, 1 / 3)]
     )

@@ -218,7 +218,6 @@ class TestWeights:
         # Two of sixteen ranks hold the shared expert, fourteen the 256 routed ones.
         assert routed.weights_bytes - host.weights_bytes == 75 * (19 - 1) * self.expert(8)
 
-    @pytest.mark.xfail(reason="stage_shares counts a tied lm_head beside the embedding it is (footprint.py)")
     def test_a_tied_head_is_not_held_twice(self) -> None:
         spec = replace(model(GLM_52), tie_word_embeddings=True)
         (own,) = stage_shares(setup_of(spec, scenario(quantize_linear_action="DISABLED"), on=H200))
@@ -302,9 +301,10 @@ class TestActivations:
         assert peak >= 8 * 4096 * 6144 * 2
 
     def test_dense_prefill_expands_keys_and_values(self) -> None:
-        # 192 and 128 dims of each of 128 heads over 32K tokens, in bf16 (DeepSeek-V3 has 128 + 128 latent dims).
-        step = step_of(on=H200, spec_name=DEEPSEEK_V3, num_devices=8, tp_size=1, ep_size=8, query_length=32_768)
-        assert step.footprint.activation_bytes >= 32_768 * 128 * (128 + 128) * 2
+        # 128 heads of 128 key and 128 value dims for each cached token, in bf16; one new token needs little else.
+        step = step_of(on=H200, spec_name=DEEPSEEK_V3, query_length=1, context_length=99_999)
+        expanded = 100_000 * 128 * (128 + 128) * 2
+        assert expanded <= step.footprint.activation_bytes <= 1.01 * expanded
 
     def test_context_alone_adds_little(self) -> None:
         short, long = (
@@ -397,13 +397,8 @@ class TestWhatDoesNotFit:
     def test_weights_that_do_not_fit_leave_nothing(self) -> None:
         prediction = cast(GLM_52, ASCEND, scenario())
         assert not prediction.fits
-        assert (prediction.largest.max_batch_per_device, prediction.largest.max_context_length) == (0, 0)
+        assert (prediction.largest.max_batch_per_device, prediction.largest.max_context_length) == (0, None)
 
-    @pytest.mark.xfail(
-        reason="_largest_true spaces its probes from 1 to 0 where the query alone reaches max_position_embeddings "
-        "(prediction.py)",
-        raises=ValueError,
-    )
     @pytest.mark.parametrize("beyond", [0, 1])
     def test_a_prompt_of_the_longest_length_leaves_no_context(self, beyond: int) -> None:
         step = scenario(num_devices=8, tp_size=8, query_length=163_840 + beyond)
@@ -450,9 +445,11 @@ def test_largest_is_maximal(case: Case, spare: int) -> None:
     ranks = setup.mesh.dp.size
     assert batch == 0 or fits(num_queries=batch * ranks)
     assert not fits(num_queries=(batch + 1) * ranks)
-    assert context <= most
-    assert context == 0 or fits(context_length=context)
-    assert context == most or not fits(context_length=context + 1) or context == 0 == most
+    if context is None:
+        assert not fits(context_length=0)
+        return
+    assert fits(context_length=context)
+    assert context == most or (context < most and not fits(context_length=context + 1))
     if prediction.fits and longest.context <= most:
         assert context >= longest.context
         assert batch * ranks >= step.workload.num_queries

@@ -265,15 +265,11 @@ class TestRefusals:
         with pytest.raises(CastoffError, match="the list for tp_size is empty"):
             sweep(GLM_52, ASCEND, BASE, tp_size=[])
 
-    @pytest.mark.xfail(
-        reason="a bad length becomes the reason of every structure, though api.sweep says that it raises (sweep.py)"
-    )
     @pytest.mark.parametrize("values", [[1, 0], [], [1.5], [np.nan]])
     def test_bad_lengths(self, values: list[float]) -> None:
         with pytest.raises(CastoffError, match="--num-queries"):
             sweep(GLM_52, ASCEND, BASE, num_queries=np.array(values))
 
-    @pytest.mark.xfail(reason="numpy's own errors come through (sweep.py)")
     @pytest.mark.parametrize(
         "arrays",
         [

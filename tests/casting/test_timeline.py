@@ -395,10 +395,6 @@ def test_multistream_is_never_slower(case: Case) -> None:
     assert several.latency_s <= single.latency_s * (1 + 1e-12)
 
 
-@pytest.mark.xfail(
-    reason="the shared expert is recorded before the dispatch, so the cores' program order leaves nothing to overlap "
-    "(model/moe.py _expert_parallel_moe with casting/timeline.py place)"
-)
 def test_the_shared_expert_overlaps_dispatch_and_combine() -> None:
     step = scenario(num_devices=16, tp_size=16, ep_size=16, num_queries=1, query_length=4096, compile=True)
     several = cast_step(model(GLM_52), device(ASCEND), step)

@@ -166,7 +166,7 @@ def test_older_spelling_of_the_non_expert_format(scenario_of: Any) -> None:
     [
         (WorkloadFlags(), Workload()),
         (WorkloadFlags(num_queries=4, context_length=7), Workload(num_queries=4, context_length=7)),
-        (WorkloadFlags(context_length=(7, 9)), Workload(num_queries=2, context_length=(7, 9))),
+        (WorkloadFlags(context_length=(7, 9)), Workload(context_length=(7, 9))),
         (
             WorkloadFlags(num_queries=2, query_length=(3, 4), context_length=9),
             Workload(num_queries=2, query_length=(3, 4), context_length=9),

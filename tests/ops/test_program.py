@@ -34,7 +34,17 @@ def twice(x: Abstract | None) -> tuple[Abstract | None, ...]:
 class TestAbstract:
     @pytest.mark.parametrize(
         ("dtype", "bytes_each"),
-        [("fp32", 4), ("int32", 4), ("bf16", 2), ("fp16", 2), ("int8", 1), ("fp8", 1), ("int4", 0.5), ("fp4", 0.5)],
+        [
+            ("fp32", 4),
+            ("int32", 4),
+            ("bf16", 2),
+            ("fp16", 2),
+            ("int8", 1),
+            ("fp8", 1),
+            ("e8m0", 1),
+            ("int4", 0.5),
+            ("fp4", 0.5),
+        ],
     )
     def test_bytes(self, dtype: str, bytes_each: float) -> None:
         tensor = Recorder().tensor(3, 5, 7, dtype=dtype)

@@ -171,7 +171,7 @@ def test_curve_of_no_family(tmp_path: Path) -> None:
         ("decode = 0", "decode = inf", "host_s_per_step.decode must be a number of at least 0, got inf"),
         ("decode = 0\n", "", "host_s_per_step.decode is missing"),
         ("[stack]", "[stak]", r"unknown key 'stak' in the top level \(did you mean 'stack'"),
-        ("[collectives]", "[collectives", "not valid TOML: .*at line 17"),
+        ("[collectives]", "[collectives", "not valid TOML: .*at line 18"),
     ],
 )
 def test_faults_name_file_key_and_allowed(tmp_path: Path, old: str, new: str, says: str) -> None:

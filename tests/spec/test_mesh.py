@@ -137,8 +137,14 @@ class TestExperts:
 
 MISFITS: list[tuple[dict[str, Any], list[str]]] = [
     # sizes, what the message must name: flags, what was given, what is allowed
-    ({"num_devices": 16, "tp_size": 5}, ["--tp-size 5", "--num-devices 16", "[1, 2, 4, 8, 16]"]),
-    ({"num_devices": 16, "tp_size": 16, "pp_size": 2}, ["--tp-size 16", "--pp-size 2", "16", "[1, 2, 4, 8]"]),
+    ({"num_devices": 16, "tp_size": 5}, ["--tp-size 5", "16 devices", "[1, 2, 4, 8, 16]"]),
+    (
+        {"num_devices": 16, "tp_size": 16, "pp_size": 2},
+        ["--tp-size 16", "8 devices of a pipeline stage", "[1, 2, 4, 8]"],
+    ),
+    ({"num_devices": 16, "pp_size": 3}, ["--pp-size 3", "--num-devices 16", "[1, 2, 4, 8, 16]"]),
+    ({"num_devices": 16, "moe_dp_size": 3}, ["--moe-dp-size 3", "16 devices", "[1, 2, 4, 8, 16]"]),
+    ({"num_devices": 16, "ep_size": 16, "moe_dp_size": 2}, ["--ep-size 16", "--moe-dp-size 2", "[1, 2, 4, 8]"]),
     ({"num_devices": 96, "tp_size": 96}, ["--tp-size 96", "64 attention heads", "[1, 2, 4, 8, 16, 32]"]),
     ({"num_devices": 48, "tp_size": 16, "o_proj_tp_size": 48}, ["--o-proj-tp-size 48", "64 attention heads"]),
     ({"num_devices": 16, "tp_size": 4, "dp_size": 2}, ["--dp-size 2", "= 8", "--num-devices 16", "use 4"]),
@@ -226,16 +232,9 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("sizes", "flag"),
         [
-            pytest.param(
-                {"num_devices": 16, "pp_size": 3},
-                "tp_size",
-                marks=pytest.mark.xfail(reason="proposes TP sizes where the PP size is what does not divide"),
-            ),
-            pytest.param(
-                {"num_devices": 16, "ep_size": 16, "moe_dp_size": 2},
-                "ep_size",
-                marks=pytest.mark.xfail(reason="proposes EP sizes without regard to --moe-dp-size"),
-            ),
+            ({"num_devices": 16, "pp_size": 3}, "pp_size"),
+            ({"num_devices": 16, "ep_size": 16, "moe_dp_size": 2}, "ep_size"),
+            ({"num_devices": 16, "moe_dp_size": 3}, "moe_dp_size"),
             ({"num_devices": 16, "tp_size": 5}, "tp_size"),
             ({"num_devices": 96, "tp_size": 32, "ep_size": 96}, "ep_size"),
             ({"num_devices": 96, "tp_size": 96}, "tp_size"),

@@ -281,7 +281,7 @@ class TestCut:
 
     @pytest.mark.parametrize("layers", [0, -1, 79])
     def test_errors(self, layers: int) -> None:
-        with pytest.raises(CastoffError, match=f"num_hidden_layers must be between 1 and 78.*not {layers}"):
+        with pytest.raises(CastoffError, match=f"--num-hidden-layers-override must be between 1 and 78.*not {layers}"):
             load_model("glm52", num_hidden_layers=layers)
 
 

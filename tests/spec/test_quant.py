@@ -73,6 +73,21 @@ class TestLinearFormat:
         # A stored scale, or no quantisation.
         assert {found[action] for action in LINEAR_ACTIONS if not linear_format(action).dynamic} == {0}
 
+    @pytest.mark.parametrize(
+        ("action", "operations", "scale"),
+        [
+            ("DISABLED", 0, "fp32"),
+            ("W8A16_DYNAMIC", 0, "fp32"),
+            ("W4A8_STATIC", 2, "fp32"),
+            ("W4A8_DYNAMIC", 4, "fp32"),
+            ("FP8", 4, "fp32"),
+            ("MXFP4", 4, "e8m0"),
+        ],
+    )
+    def test_quantising_a_value(self, action: LinearAction, operations: int, scale: str) -> None:
+        form = linear_format(action)
+        assert (form.quantize_operations, form.activation_scale_dtype) == (operations, scale)
+
 
 class TestCacheFormat:
     def test_all_actions_are_known(self) -> None:
