@@ -11,5 +11,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "casting.prediction": ["Prediction"],
         "api": ["cast", "sweep"],
+        "errors": ["CastoffError", "CastoffWarning"],
+        "spec.scenario": ["Compilation", "Mtp", "Parallel", "Quant", "Scenario", "Workload"],
     },
 )

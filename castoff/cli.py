@@ -165,18 +165,28 @@ def shapes(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0; 2 for a request that cannot be served; 130 after Ctrl-C."""
+    if sys.stdout is None:
+        # Started with standard output closed.
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     try:
         with collected_notes():
             _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
     except CastoffError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has gone; the interpreter would complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            # Whoever read our output has gone; the interpreter would complain when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        print(f"error: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except UnicodeEncodeError as error:
+        print(f"error: a name holds characters that cannot be written: {error.reason}", file=sys.stderr)
+        return 2
     return 0
 
 

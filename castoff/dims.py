@@ -6,7 +6,6 @@ serves a single scenario and a whole sweep.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,8 +53,3 @@ def product(dims: Iterable[Dim]) -> Dim:
 def largest(dim: Dim) -> float:
     """Largest entry of a dim as a number."""
     return float(np.max(dim)) if isinstance(dim, np.ndarray) else float(dim)
-
-
-def is_finite(dim: Dim) -> bool:
-    """Whether every entry is a finite number."""
-    return bool(np.all(np.isfinite(dim))) if isinstance(dim, np.ndarray) else math.isfinite(dim)

@@ -178,7 +178,11 @@ def with_compilation_config(compilation: Compilation, config: str | None) -> Com
         # Only enable_multistream tells a flag that was not given from one that says no.
         if name == "enable_multistream" and compilation.enable_multistream not in (None, value):
             raise CastoffError("--compilation-config and --[no-]enable-multistream contradict each other")
-    return replace(compilation, **{name: value or getattr(compilation, name) for name, value in settings.items()})
+    # What a flag of its own turns on, the config does not turn off.
+    kept = {name: value or getattr(compilation, name) for name, value in settings.items()}
+    if "enable_multistream" in settings:
+        kept["enable_multistream"] = settings["enable_multistream"]
+    return replace(compilation, **kept)
 
 
 def _compilation_settings(config: str) -> dict[str, bool]:
@@ -210,8 +214,8 @@ class StepFlags:
 
     performance_model: analytic: from the work of an op and the backend's curves; profiling: measured times of
         --profiling-database where op and input shapes match, the rest analytic.
-    profiling_database: CSV file with the columns name, shapes, seconds; shapes as --dump-input-shapes and
-        `castoff shapes` print them.
+    profiling_database: CSV file with the columns name, shapes, dtypes, seconds, the first three as `castoff shapes`
+        writes them.
     """
 
     reserved_memory_gb: float = 0.0

@@ -196,7 +196,7 @@ def _experts(draw: st.DrawFn, spec: ModelSpec, stage: int, tp: int, *, balanced:
         "moe_dp_size": moe_dp,
         "moe_tp_size": draw(st.sampled_from([None, moe_tp])),
         "enable_shared_expert_tp": shared_tp,
-        **redundant,
+        **(redundant if ep > 1 else {}),
         **loads,
     }
 

@@ -45,7 +45,7 @@ def collective_s(collective: Collective, device: Device, link_efficiency: float)
     all_reduce is one of each. all_to_all sends to the peers of all levels at once, so the slowest level decides.
     """
     if collective.kind == "send_recv":
-        tier = next(tier for tier in device.tiers if tier.num_devices > collective.group.stride)
+        tier = next(tier for tier in device.tiers if not _crosses(collective.group, tier.num_devices))
         return collective.bytes / (tier.bandwidth_bytes_per_s * link_efficiency) + tier.latency_s
     levels = levels_of(collective.group, device.tiers)
     if collective.kind == "all_to_all":
@@ -58,6 +58,12 @@ def collective_s(collective: Collective, device: Device, link_efficiency: float)
         seconds = seconds + moved / (level.bandwidth_bytes_per_s * link_efficiency) + level.latency_s
         share /= level.ranks
     return phases * seconds
+
+
+def _crosses(hop: Group, devices: int) -> bool:
+    """Whether a rank of the sending stage and its partner lie in different units of `devices` devices."""
+    senders = range(hop.first, hop.first + hop.stride)
+    return any(rank // devices != (rank + hop.stride) // devices for rank in senders)
 
 
 def _all_to_all_s(collective: Collective, levels: tuple[Level, ...], link_efficiency: float) -> Dim:

@@ -133,7 +133,7 @@ def footprint(
             indexer_cache_bytes=tokens * (share.indexer_layers * setup.cache.index_row_bytes),
             pool_bytes=0,
             selection_bytes=0,
-            metadata_bytes=_metadata_bytes(resident),
+            metadata_bytes=_metadata_bytes(setup, resident),
             activation_bytes=activations,
             communication_bytes=backend.communication_buffer_bytes if setup.mesh.num_devices > 1 else 0,
             reserved_bytes=reserved_bytes,
@@ -151,10 +151,11 @@ def _fuller(a: Footprint, b: Footprint) -> Footprint:
     )
 
 
-def _metadata_bytes(resident: Lengths) -> Dim:
-    """Block tables, lengths and slots, int32."""
+def _metadata_bytes(setup: Setup, resident: Lengths) -> Dim:
+    """Block tables, lengths and slots, int32; and the rotary tables, cos and sin of half a head in bf16."""
     blocks = resident.requests * ceil_div(resident.longest, KV_BLOCK_TOKENS)
-    return 4 * (blocks + resident.requests + resident.tokens)
+    rope = 2 * setup.model.max_position_embeddings * setup.model.qk_rope_head_dim
+    return 4 * (blocks + resident.requests + resident.tokens) + rope
 
 
 def peak_activation_bytes(program: Program) -> Dim:
@@ -184,7 +185,7 @@ def _block_peak(block: Block) -> Dim:
             if tensor is not None and _is_activation(tensor):
                 # A view may name a smaller part of a buffer; the buffer counts.
                 live[tensor.value] = maximum(live.get(tensor.value, 0), tensor.bytes)
-        total: Dim = call.op.work(call).workspace_bytes
+        total: Dim = call.work.workspace_bytes
         for size in live.values():
             total = total + size
         peak = maximum(peak, total)

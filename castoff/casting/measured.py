@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castoff.casting.prediction import Prediction
-from castoff.casting.price import Measured, shapes_text
+from castoff.casting.price import CallKey, Measured, call_key
 from castoff.errors import CastoffError
 
-COLUMNS = ("name", "shapes", "seconds")
+MOST_SECONDS = 1e6
+COLUMNS = ("name", "shapes", "dtypes", "seconds")
 
 
 def load_measured(path: Path) -> Measured:
-    """Op times from a CSV file with the columns name, shapes, seconds; other columns are ignored.
+    """Op times from a CSV file with the columns name, shapes, dtypes, seconds; other columns are ignored.
 
-    shapes: input shapes as `shapes_text` writes them, spaces aside. Raises CastoffError with file and line for a
-    missing column, a time that is not a positive number, an op measured twice.
+    shapes, dtypes: of the inputs, as `castoff shapes` writes them, spaces aside. Raises CastoffError with file and line
+    for a missing column, a time that is not a positive number, an op measured twice.
     """
-    seconds: dict[tuple[str, str], float] = {}
+    seconds: dict[CallKey, float] = {}
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
@@ -31,10 +32,10 @@ def load_measured(path: Path) -> Measured:
                     f"{path}: column {', '.join(missing)} is missing; the first line must name {', '.join(COLUMNS)}"
                 )
             for row in reader:
-                key = (_cell(row["name"]), normal_shapes(_cell(row["shapes"])))
+                key = (_cell(row["name"]), normal_list(_cell(row["shapes"])), normal_list(_cell(row["dtypes"])))
                 where = f"{path}, line {reader.line_num}"
                 if key in seconds:
-                    raise CastoffError(f"{where}: {key[0]} with shapes {key[1]} is measured twice")
+                    raise CastoffError(f"{where}: {key[0]} with shapes {key[1]} of {key[2]} is measured twice")
                 seconds[key] = _seconds(_cell(row["seconds"]), where)
     except OSError as error:
         raise CastoffError(f"cannot read --profiling-database {path}: {error.strerror or error}") from None
@@ -45,7 +46,7 @@ def load_measured(path: Path) -> Measured:
     return Measured(seconds)
 
 
-def normal_shapes(text: str) -> str:
+def normal_list(text: str) -> str:
     """Shapes with the spaces of `shapes_text`: `[4096,6144],[6144]` becomes `[4096, 6144], [6144]`."""
     return re.sub(r"\s*,\s*", ", ", text.strip()).replace("[ ", "[").replace(" ]", "]")
 
@@ -60,8 +61,8 @@ def _seconds(text: str, where: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise CastoffError(f"{where}: seconds must be a number greater than 0, got {text!r}")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise CastoffError(f"{where}: seconds must be greater than 0 and at most {MOST_SECONDS:g}, got {text!r}")
     return seconds
 
 
@@ -79,13 +80,13 @@ class Coverage:
 
 def coverage(prediction: Prediction, measured: Measured) -> Coverage:
     """Coverage of a prediction that was made with `measured`."""
-    seen: set[tuple[str, str]] = set()
-    hit: set[tuple[str, str]] = set()
+    seen: set[CallKey] = set()
+    hit: set[CallKey] = set()
     calls = measured_calls = 0
     op_s = measured_s = 0.0
     for entry in prediction.cast.program.schedule:
         for call, price in zip(entry.block.calls, prediction.cast.prices[id(entry.block)], strict=True):
-            key = (call.op.name, shapes_text(call))
+            key = call_key(call)
             is_measured = key in measured.seconds
             seen.add(key)
             calls, op_s = calls + 1, op_s + float(price.seconds)
@@ -107,5 +108,5 @@ def require_hits(found: Coverage, path: Path) -> None:
     if not found.measured_shapes:
         raise CastoffError(
             f"--profiling-database {path} covers 0 of the {found.shapes} op shapes of this step, so nothing would be "
-            "measured; --dump-input-shapes without it shows the names and shapes that are needed"
+            "measured; `castoff shapes` lists the names, shapes and dtypes that are needed"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,29 +19,33 @@ from castoff.ops.program import Program
 from castoff.spec.backend import Backend, Origin, load_backend, weakest
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
-from castoff.spec.scenario import MOST, Mode, RequestClass, Scenario, deal_to_rank, request_classes
+from castoff.spec.scenario import MOST, Compilation, Mode, RequestClass, Scenario, deal_to_rank, request_classes
 
 GIB = 2**30
+MOST_RESERVED_GIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The requests of a rank: those whose caches it holds, and those of one pipeline micro-batch.
 
-    resident: of the rank with the longest requests. micro: of the rank with the most new tokens; the same one unless a
-    ragged batch brings different numbers of new tokens.
-    in_flight: micro-batches, at most one per pipeline stage. computed_tokens: new tokens of the whole deployment.
+    resident: of the rank with the longest requests. micro: of the rank that is timed, see `dealings`.
+    in_flight: micro-batches, at most one per pipeline stage.
+    busy_ranks: new tokens of all attention-DP ranks in one micro-batch over those of the timed one; dp_size where all
+        ranks are equally full.
+    computed_tokens: new tokens of the whole deployment.
     """
 
     classes: tuple[RequestClass, ...]
     resident: Lengths
     micro: Lengths
     in_flight: Dim
+    busy_ranks: Dim
     requests: Dim
     computed_tokens: Dim
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Cast:
     """One structure, cast: everything that a scalar prediction and a sweep have in common."""
 
@@ -80,7 +83,7 @@ class Prediction:
     device: Device
     backend: Backend
     scenario: Scenario
-    cast: Cast
+    cast: Cast = field(repr=False)
     largest: Largest
     notes: tuple[str, ...] = field(default=())
 
@@ -127,7 +130,7 @@ def cast(model: ModelSpec, device: Device, scenario: Scenario, *, measured: Meas
     Raises CastoffError where the scenario cannot run on this device whatever its size of memory; a step that only
     does not fit is predicted, with `fits` false and the largest batch and context that would.
     """
-    backend = load_backend(scenario.backend or device.default_backend)
+    backend = load_backend(device.default_backend if scenario.backend is None else scenario.backend)
     setup = resolve_setup(model, device, backend, scenario, scenario.workload.mode)
     classes = request_classes(scenario.workload, scenario.mtp)
     if any(isinstance(dim, np.ndarray) for entry in classes for dim in (entry.count, entry.context, entry.query)):
@@ -141,18 +144,37 @@ def cast(model: ModelSpec, device: Device, scenario: Scenario, *, measured: Meas
         scenario=scenario,
         cast=result,
         largest=largest_that_fits(setup, pricing, classes, scenario),
-        notes=tuple(_notes(model, result)),
+        notes=tuple(_notes(model, scenario.compilation, result)),
     )
 
 
 def cast_structure(setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario) -> Cast:
     """Record, price and place one structure for a batch, which may hold arrays of scenarios."""
+    casts = [_cast_rank(setup, pricing, dealt, scenario) for dealt in dealings(classes)]
+    return max(casts, key=lambda result: float(result.latency_s)) if len(casts) > 1 else casts[0]
+
+
+def dealings(classes: Sequence[RequestClass]) -> list[tuple[RequestClass, ...]]:
+    """Orders in which a ragged batch is dealt to ranks and micro-batches, of which the slowest outcome counts.
+
+    The first of the ranks gets the most new tokens in one, the most pairs of a query and a position it sees in the
+    other; either may take longest.
+    """
+    if len(classes) == 1:
+        return [tuple(classes)]
+    by_tokens = sorted(classes, key=lambda entry: (-int(entry.query), -int(entry.context)))
+    by_pairs = sorted(classes, key=lambda entry: -int(entry.query) * (2 * int(entry.context) + int(entry.query)))
+    return [tuple(by_tokens)] if by_tokens == by_pairs else [tuple(by_tokens), tuple(by_pairs)]
+
+
+def _cast_rank(setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario) -> Cast:
+    """Cast the first rank when requests are dealt in the order of their classes."""
     batch = batch_of_rank(setup, classes)
-    program = record_step(setup, batch.micro, repeat=not scenario.disable_repetition)
+    program = record_step(setup, batch.micro, batch.busy_ranks, repeat=not scenario.disable_repetition)
     prices = price_program(program, pricing)
     timeline = schedule(program, prices)
     host_s = pricing.backend.host_s_per_step[setup.mode]
-    latency_s = _latency(timeline, batch) + host_s
+    latency_s = _latency(timeline, batch, setup.mode) + host_s
     origins = {price.origin for block in prices.values() for price in block}
     origin = weakest([*origins, *([pricing.backend.host_origin] if host_s else [])])
     gained: Dim = batch.computed_tokens if setup.mode == "prefill" else batch.requests * setup.mtp.tokens_per_step
@@ -183,11 +205,13 @@ def batch_of_rank(setup: Setup, classes: Sequence[RequestClass]) -> Batch:
     computed: Dim = 0
     for entry in classes:
         requests, computed = requests + entry.count, computed + entry.count * entry.query
+    in_flight = ceil_div(resident.requests, part.requests)
     return Batch(
         classes=tuple(classes),
         resident=resident,
         micro=part,
-        in_flight=ceil_div(resident.requests, part.requests),
+        in_flight=in_flight,
+        busy_ranks=computed / (in_flight * part.tokens),
         requests=requests,
         computed_tokens=computed,
     )
@@ -201,11 +225,17 @@ def _lengths(classes: Sequence[RequestClass]) -> Lengths:
     return Lengths(tuple(Segment(entry.count, entry.context, entry.query) for entry in classes))
 
 
-def _latency(timeline: Timeline, batch: Batch) -> Dim:
-    """A step of all micro-batches: they follow each other through the stages, spaced by the slowest stage."""
+def _latency(timeline: Timeline, batch: Batch, mode: Mode) -> Dim:
+    """A step of all micro-batches, which follow each other through the stages, spaced by the slowest stage.
+
+    In decode a micro-batch enters the first stage again when it has left the last one and the others have passed: the
+    pipeline never drains. A prefill ends when the last micro-batch has left.
+    """
     slowest: Dim = 0.0
     for seconds in timeline.stage_s:
         slowest = maximum(slowest, seconds)
+    if mode == "decode":
+        return maximum(timeline.end_s, batch.in_flight * slowest)
     return timeline.end_s + (batch.in_flight - 1) * slowest
 
 
@@ -228,8 +258,10 @@ def _bound(program: Program, prices: Prices) -> int | Array:
 
 
 def _footprint(setup: Setup, pricing: Pricing, program: Program, batch: Batch, scenario: Scenario) -> Footprint:
-    if not 0 <= scenario.reserved_memory_gb < math.inf:
-        raise CastoffError(f"--reserved-memory-gb must be at least 0, got {scenario.reserved_memory_gb:g}")
+    if not 0 <= scenario.reserved_memory_gb <= MOST_RESERVED_GIB:
+        raise CastoffError(
+            f"--reserved-memory-gb must be from 0 to {MOST_RESERVED_GIB}, got {scenario.reserved_memory_gb:g}"
+        )
     return footprint(
         setup,
         pricing.device,
@@ -249,7 +281,7 @@ def largest_that_fits(setup: Setup, pricing: Pricing, classes: Sequence[RequestC
     def fits(batch: Dim, context: Dim) -> Array:
         rank_class = [RequestClass(batch * setup.mesh.dp.size, context, longest.query)]
         own = batch_of_rank(setup, rank_class)
-        program = record_step(setup, own.micro)
+        program = record_step(setup, own.micro, own.busy_ranks)
         return np.asarray(_footprint(setup, pricing, program, own, scenario).fits)
 
     return Largest(
@@ -281,8 +313,16 @@ def _largest_true(fits: Callable[[Array], Array], *, least: int, most: int = MOS
     return low if low >= least else None
 
 
-def _notes(model: ModelSpec, result: Cast) -> list[str]:
+def _notes(model: ModelSpec, compilation: Compilation, result: Cast) -> list[str]:
     notes = []
+    ops = {call.op.name for block in result.program.blocks for call in block.calls}
+    for asked, flag, done in (
+        (compilation.enable_dispatch_ffn_combine, "--enable-dispatch-ffn-combine", "dispatch_ffn_combine" in ops),
+        (compilation.enable_matmul_allreduce, "--enable-matmul-allreduce", "matmul_all_reduce" in ops),
+        (compilation.enable_sequence_parallel, "--enable-sequence-parallel", result.setup.sequence_parallel),
+    ):
+        if asked and not done:
+            notes.append(f"{flag} finds nothing to change with this parallelism")
     longest = largest(result.batch.resident.longest)
     if longest > model.max_position_embeddings:
         notes.append(

@@ -54,11 +54,15 @@ def longest_term(terms: Sequence[Dim]) -> int | Array:
     return index
 
 
+CallKey = tuple[str, str, str]
+"""Calls with one key cost the same: op name, input shapes, input dtypes, as `shapes_text` and `dtypes_text` write."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured op times: seconds by (op name, input shapes as written by `shapes_text`)."""
+    """Measured op times: seconds by `call_key`."""
 
-    seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    seconds: Mapping[CallKey, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +79,23 @@ def shapes_text(call: OpCall) -> str:
     return ", ".join("[" + ", ".join(_dim_text(dim) for dim in shape) + "]" for shape in call.input_shapes)
 
 
+def dtypes_text(call: OpCall) -> str:
+    """Input dtypes of a call, weights included: `bf16, int8`."""
+    return ", ".join(tensor.dtype for tensor in call.inputs if tensor is not None)
+
+
+def call_key(call: OpCall) -> CallKey:
+    """The key under which a call's time may be measured."""
+    return call.op.name, shapes_text(call), dtypes_text(call)
+
+
 def _dim_text(dim: Dim) -> str:
     return "*" if isinstance(dim, np.ndarray) else f"{dim:.10g}"
 
 
 def price_call(call: OpCall, pricing: Pricing) -> Price:
     """Time of one call: a measured one where there is one, else the backend's curve for its family."""
-    work = call.op.work(call)
+    work = call.work
     backend = pricing.backend
     pure_collective = not work.parts
     curve = None if pure_collective else backend.curve(call.family)
@@ -96,7 +110,7 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     every = (*terms, communication, launch)
     units = (LINKS,) if pure_collective else (CORES, LINKS) if work.collectives else (CORES,)
     if pricing.measured is not None:
-        known = pricing.measured.seconds.get((call.op.name, shapes_text(call)))
+        known = pricing.measured.seconds.get(call_key(call))
         if known is not None:
             return Price(known, every, "measured", units)
     longest = maximum(maximum(terms[0], terms[1]), maximum(terms[2], communication))

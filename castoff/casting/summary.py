@@ -80,7 +80,7 @@ def op_summaries(prediction: Prediction, *, by_shapes: bool = False) -> list[OpS
 
 def _add(summary: OpSummary, call: OpCall, price: Price, shapes: str, prediction: Prediction, count: int) -> None:
     """Add `count` equal calls."""
-    work = call.op.work(call)
+    work = call.work
     seconds = count * float(price.seconds)
     summary.calls += count
     summary.total_s += seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from castoff.casting.price import BOUNDS, Pricing
 from castoff.dims import Array
 from castoff.errors import CastoffError
 from castoff.model.setup import resolve_setup
-from castoff.spec.backend import Origin, load_backend
+from castoff.spec.backend import Origin, load_backend, weakest
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
 from castoff.spec.scenario import RequestClass, Scenario, check_whole, request_classes
@@ -34,20 +34,23 @@ class SweepResult:
     """One row per structure; the further axes are those of the arrays swept.
 
     structures: what each row was set to. reasons: why a row cannot run, else None. Figures of such a row are NaN,
-    fits is False, and bound is −1. latency_s in seconds, device_bytes of the fullest device; bound indexes
-    `bound_names`. origins: of a row's latency.
+    fits is False, and bound is −1. latency_s in seconds. device_bytes: everything on the fullest device; kv_bytes: the
+    latent and the indexer cache. bound indexes `bound_names`. origins: of a row's latency.
     """
 
     structures: tuple[Mapping[str, Any], ...]
     continuous: Mapping[str, Array]
     reasons: tuple[str | None, ...]
     origins: tuple[Origin | None, ...]
-    latency_s: Array
-    tokens_per_s: Array
-    tokens_per_s_per_device: Array
-    device_bytes: Array
-    fits: Array
-    bound: Array
+    latency_s: Array = field(repr=False)
+    tokens_per_s: Array = field(repr=False)
+    tokens_per_s_per_device: Array = field(repr=False)
+    device_bytes: Array = field(repr=False)
+    weights_bytes: Array = field(repr=False)
+    kv_bytes: Array = field(repr=False)
+    activation_bytes: Array = field(repr=False)
+    fits: Array = field(repr=False)
+    bound: Array = field(repr=False)
     bound_names: tuple[str, ...] = BOUNDS
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -67,6 +70,9 @@ class SweepResult:
                     "tokens_per_s": float(self.tokens_per_s[at]),
                     "tokens_per_s_per_device": float(self.tokens_per_s_per_device[at]),
                     "device_bytes": float(self.device_bytes[at]),
+                    "weights_bytes": float(self.weights_bytes[at]),
+                    "kv_bytes": float(self.kv_bytes[at]),
+                    "activation_bytes": float(self.activation_bytes[at]),
                     "fits": bool(self.fits[at]),
                     "bound": self.bound_names[int(self.bound[at])],
                     "origin": self.origins[row],
@@ -91,6 +97,7 @@ def sweep(model: ModelSpec, device: Device, base: Scenario, axes: Mapping[str, o
     Raises CastoffError for an unknown field or an array where only a list may stand.
     """
     arrays, lists = _sort_axes(axes)
+    _check_lengths(base, arrays, lists)
     for name, values in arrays.items():
         check_whole(f"--{name.replace('_', '-')}", values, least=0 if name == "context_length" else 1)
     points: tuple[int, ...]
@@ -101,83 +108,96 @@ def sweep(model: ModelSpec, device: Device, base: Scenario, axes: Mapping[str, o
         raise CastoffError(f"the arrays swept do not broadcast: {shapes}") from None
     flat = {name: np.broadcast_to(values, points).reshape(-1).astype(np.float64) for name, values in arrays.items()}
     size = int(np.prod(points, dtype=np.int64))
-    columns = _Columns(size)
+    combinations = list(itertools.product(*lists.values()))
+    figures = {name: np.full((len(combinations), size), fill) for name, fill in FIGURES.items()}
     structures: list[Mapping[str, Any]] = []
     reasons: list[str | None] = []
     origins: list[Origin | None] = []
-    for combination in itertools.product(*lists.values()):
-        structure = dict(zip(lists, combination, strict=True))
-        structures.append(structure)
+    for index, combination in enumerate(combinations):
+        structures.append(dict(zip(lists, combination, strict=True)))
+        row = {name: values[index] for name, values in figures.items()}
         try:
-            origins.append(_cast_row(model, device, _with(base, structure), flat, columns))
+            origins.append(_cast_row(model, device, _with(base, structures[-1]), flat, row))
             reasons.append(None)
         except CastoffError as error:
-            columns.add_invalid()
             origins.append(None)
             reasons.append(str(error))
-    shape = (len(structures), *points)
     return SweepResult(
         structures=tuple(structures),
         continuous=arrays,
         reasons=tuple(reasons),
         origins=tuple(origins),
-        latency_s=columns.stacked("latency_s", shape),
-        tokens_per_s=columns.stacked("tokens_per_s", shape),
-        tokens_per_s_per_device=columns.stacked("tokens_per_s_per_device", shape),
-        device_bytes=columns.stacked("device_bytes", shape),
-        fits=columns.stacked("fits", shape),
-        bound=columns.stacked("bound", shape),
+        **_shaped(figures, (len(combinations), *points)),
     )
 
 
-class _Columns:
-    """The figures of a sweep, row by row."""
+def _shaped(figures: Mapping[str, Array], shape: tuple[int, ...]) -> dict[str, Any]:
+    return {name: values.reshape(shape) for name, values in figures.items()}
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        names = ("latency_s", "tokens_per_s", "tokens_per_s_per_device", "device_bytes", "fits", "bound")
-        self.rows: dict[str, list[Array]] = {name: [] for name in names}
 
-    def add_invalid(self) -> None:
-        for name, rows in self.rows.items():
-            fill: Any = {"fits": False, "bound": -1}.get(name, np.nan)
-            rows.append(np.full(self._size, fill))
+def _check_lengths(base: Scenario, arrays: Mapping[str, Array], lists: Mapping[str, list[object]]) -> None:
+    """Refuse lengths that some structures could run and others not, or that no array can stand for."""
+    own = {**{name: getattr(base.workload, name) for name in CONTINUOUS}, **dict.fromkeys(arrays)}
+    if arrays and any(isinstance(value, Sequence) for value in own.values()):
+        raise CastoffError("one length per request cannot be swept with arrays; give one length for all, or cast")
+    decodes = base.workload.decode or any(lists.get("decode", []))
+    swept = [count for count in lists.get("num_mtp_tokens", []) if isinstance(count, int)]
+    drafts = max([base.mtp.num_mtp_tokens, *swept])
+    if decodes and "query_length" in arrays and np.any(arrays["query_length"] < 1 + drafts):
+        raise CastoffError(
+            f"a decode step with num_mtp_tokens {drafts} verifies {1 + drafts} tokens per request; leave query_length "
+            f"out, or give at least {1 + drafts} everywhere"
+        )
 
-    def add(self, chunks: Sequence[tuple[int, Cast]]) -> None:
-        row: dict[str, Array] = {name: np.empty(self._size, dtype) for name, dtype in self._dtypes().items()}
-        for start, result in chunks:
-            stop = min(start + CHUNK, self._size)
-            row["latency_s"][start:stop] = result.latency_s
-            row["tokens_per_s"][start:stop] = result.tokens_per_s
-            row["tokens_per_s_per_device"][start:stop] = result.tokens_per_s / result.setup.mesh.num_devices
-            row["device_bytes"][start:stop] = result.footprint.used_bytes
-            row["fits"][start:stop] = result.footprint.fits
-            row["bound"][start:stop] = result.bound
-        for name, rows in self.rows.items():
-            rows.append(row[name])
 
-    def stacked(self, name: str, shape: tuple[int, ...]) -> Array:
-        return np.stack(self.rows[name]).reshape(shape)
+def _figures(result: Cast) -> dict[str, Any]:
+    """The figures of one chunk, by the names of `SweepResult`."""
+    memory = result.footprint
+    return {
+        "latency_s": result.latency_s,
+        "tokens_per_s": result.tokens_per_s,
+        "tokens_per_s_per_device": result.tokens_per_s / result.setup.mesh.num_devices,
+        "device_bytes": memory.used_bytes,
+        "weights_bytes": memory.weights_bytes,
+        "kv_bytes": memory.kv_bytes + memory.indexer_cache_bytes,
+        "activation_bytes": memory.activation_bytes,
+        "fits": memory.fits,
+        "bound": result.bound,
+    }
 
-    def _dtypes(self) -> dict[str, type]:
-        return {name: {"fits": np.bool_, "bound": np.int64}.get(name, np.float64) for name in self.rows}
+
+FIGURES: Mapping[str, Any] = dict.fromkeys(
+    (
+        "latency_s",
+        "tokens_per_s",
+        "tokens_per_s_per_device",
+        "device_bytes",
+        "weights_bytes",
+        "kv_bytes",
+        "activation_bytes",
+    ),
+    np.nan,
+) | {"fits": False, "bound": -1}
+"""Figures of a sweep, and what a structure that cannot run has for them."""
 
 
 def _cast_row(
-    model: ModelSpec, device: Device, scenario: Scenario, flat: Mapping[str, Array], columns: _Columns
+    model: ModelSpec, device: Device, scenario: Scenario, flat: Mapping[str, Array], row: Mapping[str, Array]
 ) -> Origin:
-    backend = load_backend(scenario.backend or device.default_backend)
+    """Cast one structure at every point and write its figures to `row`; returns the origin of its latency."""
+    backend = load_backend(device.default_backend if scenario.backend is None else scenario.backend)
     lengths: dict[str, Any] = dict(flat)
     workload = replace(scenario.workload, **lengths)
     setup = resolve_setup(model, device, backend, scenario, workload.mode)
     classes = request_classes(workload, scenario.mtp)
-    size = len(next(iter(flat.values()))) if flat else 1
-    chunks = [
-        (start, cast_structure(setup, Pricing(device, backend), _chunk(classes, start), scenario))
-        for start in range(0, size, CHUNK)
-    ]
-    columns.add(chunks)
-    return chunks[0][1].origin
+    size = len(next(iter(row.values())))
+    origins: list[Origin] = []
+    for start in range(0, size, CHUNK):
+        result = cast_structure(setup, Pricing(device, backend), _chunk(classes, start), scenario)
+        for name, figure in _figures(result).items():
+            row[name][start : start + CHUNK] = figure
+        origins.append(result.origin)
+    return weakest(origins)
 
 
 def _chunk(classes: Sequence[RequestClass], start: int) -> tuple[RequestClass, ...]:
@@ -188,7 +208,7 @@ def _chunk(classes: Sequence[RequestClass], start: int) -> tuple[RequestClass, .
 
 
 def _sort_axes(axes: Mapping[str, object]) -> tuple[dict[str, Array], dict[str, list[object]]]:
-    known = {field.name: group for group in _GROUPS for field in fields(_group_type(group))} | dict.fromkeys(
+    known = {item.name: group for group in _GROUPS for item in fields(_group_type(group))} | dict.fromkeys(
         ("backend", "reserved_memory_gb", "disable_repetition"), ""
     )
     arrays: dict[str, Array] = {}
@@ -197,13 +217,16 @@ def _sort_axes(axes: Mapping[str, object]) -> tuple[dict[str, Array], dict[str, 
         if name not in known:
             raise CastoffError(f"sweep has no axis {name!r}{did_you_mean(name, known)}")
         if isinstance(value, np.ndarray):
+            if isinstance(value, np.ma.MaskedArray):
+                raise CastoffError(f"{name}: masked arrays are not swept; leave out the masked points")
             if name not in CONTINUOUS:
                 raise CastoffError(
                     f"{name} is structure: give a list, not an array; arrays are for {', '.join(CONTINUOUS)}"
                 )
             arrays[name] = value
         else:
-            lists[name] = list(value) if isinstance(value, list | range) else [value]
+            values = list(value) if isinstance(value, list | range) else [value]
+            lists[name] = [entry.item() if isinstance(entry, np.generic) else entry for entry in values]
             if not lists[name]:
                 raise CastoffError(f"the list for {name} is empty")
     return arrays, lists
@@ -220,7 +243,7 @@ def _with(base: Scenario, values: Mapping[str, Any]) -> Scenario:
     }
     for group in _GROUPS:
         part = getattr(base, group)
-        own = {field.name: values[field.name] for field in fields(part) if field.name in values}
+        own = {item.name: values[item.name] for item in fields(part) if item.name in values}
         if own:
             top[group] = replace(part, **own)
     return replace(base, **top)

@@ -8,7 +8,7 @@ from castoff.model.indexer import index_tokens
 from castoff.model.inputs import AbstractCaches, StepInputs
 from castoff.model.setup import Setup
 from castoff.model.sharding import exchange_heads, project_and_reduce
-from castoff.ops.attention import AttentionSizes, absorb_query, expand_value, multihead_latent_attention
+from castoff.ops.attention import AttentionSizes, absorb_query, expand_value, multihead_latent_attention, rescale_shard
 from castoff.ops.collectives import all_gather, reduce_scatter
 from castoff.ops.linear import Weight
 from castoff.ops.mlapo import MlapoSizes, MlapoWeights, mlapo
@@ -85,13 +85,14 @@ def _attend(
     )
     if dcp.size > 1:
         q_THX = all_gather(absorb_query(q_THX, kv_b, sizes), dcp, axis=1)
-    out_THX = multihead_latent_attention(
+    out_THX, *lse_TH = multihead_latent_attention(
         q_THX, kv_cache, topk_TK, inputs.block_tables, inputs.seq_lens_B, kv_b,
         sizes, inputs.lengths, phase=setup.mode, quantized=setup.cache.action != "DISABLED",
     )  # fmt: skip
     if dcp.size == 1:
         return out_THX
-    all_gather(out_THX.recorder.tensor(sizes.heads, tokens, dtype="fp32"), dcp)
+    (own_lse_TH,) = lse_TH
+    out_THX = rescale_shard(out_THX, own_lse_TH, all_gather(own_lse_TH, dcp, axis=1))
     mine_HX = reduce_scatter(out_THX.view(sizes.heads, tokens * model.kv_lora_rank), dcp)
     return expand_value(mine_HX.view(tokens, heads, model.kv_lora_rank), kv_b, sizes)
 

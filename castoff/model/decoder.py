@@ -32,13 +32,16 @@ from castoff.spec.mesh import Group
 Body = tuple[Abstract | None, ...]
 
 
-def record_step(setup: Setup, lengths: Lengths, *, repeat: bool = True) -> Program:
+def record_step(setup: Setup, lengths: Lengths, busy_ranks: Dim | None = None, *, repeat: bool = True) -> Program:
     """The program of one step for a batch of these lengths on the predicted rank.
 
+    busy_ranks: tokens of all attention-DP ranks over those of this one; None means that all are as full.
     repeat: record each kind of layer once; False records every layer.
     """
     recorder = Recorder(repeat=repeat)
-    Decoder(setup, RankWeights(setup, recorder), AbstractCaches(setup, lengths, recorder), recorder).step(lengths)
+    Decoder(setup, RankWeights(setup, recorder), AbstractCaches(setup, lengths, recorder), recorder).step(
+        lengths, setup.mesh.dp.size if busy_ranks is None else busy_ranks
+    )
     return recorder.program
 
 
@@ -52,11 +55,11 @@ class Decoder:
         self._recorder = recorder
         self._outer = weights.outer()
 
-    def step(self, lengths: Lengths) -> None:
+    def step(self, lengths: Lengths, busy_ranks: Dim) -> None:
         """Main pass over the new tokens, then one draft call per MTP token."""
-        hidden_TD = self._main_pass(abstract_inputs(self._setup, lengths, self._recorder))
+        hidden_TD = self._main_pass(abstract_inputs(self._setup, lengths, busy_ranks, self._recorder))
         if self._setup.mtp.num_mtp_tokens:
-            self._draft(lengths, hidden_TD)
+            self._draft(lengths, busy_ranks, hidden_TD)
 
     def _main_pass(self, inputs: StepInputs) -> Abstract:
         """All layers and the head; returns the hidden state after the final norm, whole."""
@@ -84,7 +87,7 @@ class Decoder:
         assert hidden_TD is not None
         return hidden_TD
 
-    def _draft(self, lengths: Lengths, hidden_TD: Abstract) -> None:
+    def _draft(self, lengths: Lengths, busy_ranks: Dim, hidden_TD: Abstract) -> None:
         """num_mtp_tokens calls of the MTP block, each feeding on the hidden state of the one before."""
         setup = self._setup
         last = setup.model.num_hidden_layers
@@ -92,7 +95,7 @@ class Decoder:
         for draft in range(setup.mtp.num_mtp_tokens):
             window: Dim = 1 + setup.mtp.num_mtp_tokens if setup.mtp_window == "every" else 1
             own = lengths if draft == 0 else lengths.with_query(window, grown_by=draft)
-            inputs = abstract_inputs(setup, own, self._recorder)
+            inputs = abstract_inputs(setup, own, busy_ranks, self._recorder)
             hidden_TD = hidden_TD.view(own.tokens, setup.model.hidden_size)
             indexer = "none" if setup.model.indexer is None else "full"
             if topk_TK is not None and setup.shares_topk_among_drafts:
@@ -143,7 +146,7 @@ class Decoder:
         x_TD, topk_TK = attention(setup, weights, self._caches, inputs, layer, normed_TD, topk_TK, indexer=indexer)
         if "mlp.gate" in weights:
             normed_TD, residual_TD = self._norm(x_TD, residual_TD, weights["post_attention_layernorm"])
-            return moe(setup, weights, normed_TD, tokens), residual_TD, topk_TK
+            return moe(setup, weights, inputs, normed_TD), residual_TD, topk_TK
         # A dense MLP is the only reader of its norm, so the norm can hand over quantised values.
         normed_TD, residual_TD = self._norm(
             x_TD, residual_TD, weights["post_attention_layernorm"], reader=weights["mlp.gate_up_proj"]
@@ -194,12 +197,14 @@ class Decoder:
 
     def _next_stage(self, layer: int, x_TD: Abstract | None, residual_TD: Abstract | None) -> Body:
         """Hand the residual stream to the rank that holds the next layers."""
-        pp = Group("pp", 2, self._setup.mesh.pp.stride)
+        ranks = self._setup.mesh.stage_ranks
+        stage = self._setup.stage_starts.index(layer)
+        pp = Group("pp", 2, ranks, first=(stage - 1) * ranks)
 
         def body(x_TD: Abstract, residual_TD: Abstract | None) -> Body:
             return send_recv(x_TD, pp), None if residual_TD is None else send_recv(residual_TD, pp)
 
-        sent = self._recorder.block("next_stage", f"to the stage of layer {layer}", body, x_TD, residual_TD)
+        sent = self._recorder.block(f"next_stage/{stage}", f"to the stage of layer {layer}", body, x_TD, residual_TD)
         self._recorder.next_stage()
         return sent
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from castoff.dims import minimum
 from castoff.model.inputs import AbstractCaches, StepInputs
 from castoff.model.setup import Setup
 from castoff.ops.collectives import all_gather
@@ -36,17 +37,18 @@ def index_tokens(
         assert topk_TK is not None, f"layer {layer} reuses a top-k, and no earlier call made one"
         indexer_key_write(normed_TD, inputs.cos_TP, inputs.sin_TP, cache, inputs.slot_mapping_T, own, sizes)
         return topk_TK
-    local_TK = dsa_indexer(
+    local_TK, *scores = dsa_indexer(
         normed_TD, qa_normed_TQ, inputs.cos_TP, inputs.sin_TP, cache, inputs.slot_mapping_T,
         inputs.block_tables, inputs.seq_lens_B, own, sizes, inputs.lengths,
     )  # fmt: skip
     if setup.mesh.dcp.size == 1:
         return local_TK
     # Every DCP rank has the best of its own keys; the best of all are among them.
-    scores_TK = local_TK.recorder.tensor(*local_TK.shape, dtype="fp32")
+    (scores_TK,) = scores
     ids_TC = all_gather(local_TK, setup.mesh.dcp, axis=1)
     scores_TC = all_gather(scores_TK, setup.mesh.dcp, axis=1)
-    return merge_topk(scores_TC, ids_TC, local_TK.shape[1])
+    assert setup.topk_limit is not None
+    return merge_topk(scores_TC, ids_TC, minimum(setup.topk_limit, inputs.lengths.longest))
 
 
 def _weights(weights: Mapping[str, Weight]) -> IndexerWeights:

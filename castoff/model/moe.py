@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from castoff.dims import Dim, minimum
 from castoff.model.attention import Weights
+from castoff.model.inputs import StepInputs
 from castoff.model.setup import Setup
 from castoff.model.sharding import gather_tokens, join_tokens, project_and_reduce, reduce_tokens
 from castoff.ops.collectives import (
@@ -50,35 +51,37 @@ def dense_mlp(setup: Setup, weights: Weights, normed_TD: Abstract, tokens: Dim) 
     )
 
 
-def moe(setup: Setup, weights: Weights, normed_TD: Abstract, tokens: Dim) -> Abstract:
+def moe(setup: Setup, weights: Weights, inputs: StepInputs, normed_TD: Abstract) -> Abstract:
     """Routed and shared experts. Takes whole tokens, or split ones under sequence parallelism; returns the same."""
     if setup.mesh.ep.size == 1:
-        return _tensor_parallel_moe(setup, weights, normed_TD, tokens)
-    return _expert_parallel_moe(setup, weights, normed_TD, tokens)
+        return _tensor_parallel_moe(setup, weights, inputs, normed_TD)
+    return _expert_parallel_moe(setup, weights, inputs, normed_TD)
 
 
-def _tensor_parallel_moe(setup: Setup, weights: Weights, normed_TD: Abstract, tokens: Dim) -> Abstract:
-    mesh = setup.mesh
+def _tensor_parallel_moe(setup: Setup, weights: Weights, inputs: StepInputs, normed_TD: Abstract) -> Abstract:
+    mesh, tokens = setup.mesh, inputs.lengths.tokens
     own = mesh.moe_tp
     whole_TD = join_tokens(normed_TD, mesh.tp, tokens) if setup.sequence_parallel else normed_TD
     x_TD = gather_tokens(whole_TD, own, mesh.tp)
     shared_TD = _shared_expert(setup, weights, x_TD)
     weights_TK, experts_TK = _route(setup, weights, x_TD)
     rows_RD = moe_permute(x_TD, experts_TK)
-    rows_RD = _experts(setup, weights, rows_RD, tokens=x_TD.shape[0])
+    rows_RD = _experts(setup, weights, rows_RD, tokens=_group_tokens(setup, inputs))
     partial_TD = _with_shared(moe_unpermute(rows_RD, weights_TK), shared_TD)
     return reduce_tokens(partial_TD, own, mesh.tp, tokens, split=setup.sequence_parallel)
 
 
-def _expert_parallel_moe(setup: Setup, weights: Weights, normed_TD: Abstract, tokens: Dim) -> Abstract:
-    mesh = setup.mesh
+def _expert_parallel_moe(setup: Setup, weights: Weights, inputs: StepInputs, normed_TD: Abstract) -> Abstract:
+    mesh, tokens = setup.mesh, inputs.lengths.tokens
     x_TD = normed_TD if setup.sequence_parallel else split_tokens(normed_TD, mesh.tp.size)
     shared_over_tp = mesh.parallel.enable_shared_expert_tp
     shared_input_TD = normed_TD if shared_over_tp and not setup.sequence_parallel else x_TD
     if shared_over_tp and setup.sequence_parallel:
         shared_input_TD = join_tokens(x_TD, mesh.tp, tokens)
     weights_TK, experts_TK = _route(setup, weights, x_TD)
-    rows_RD, shared_TD = _dispatch_compute_combine(setup, weights, x_TD, moe_permute(x_TD, experts_TK), shared_input_TD)
+    rows_RD, shared_TD = _dispatch_compute_combine(
+        setup, weights, moe_permute(x_TD, experts_TK), shared_input_TD, _group_tokens(setup, inputs)
+    )
     routed_TD = moe_unpermute(rows_RD, weights_TK)
     split = setup.sequence_parallel
     if shared_over_tp and shared_TD is not None:
@@ -89,14 +92,14 @@ def _expert_parallel_moe(setup: Setup, weights: Weights, normed_TD: Abstract, to
 
 
 def _dispatch_compute_combine(
-    setup: Setup, weights: Weights, x_TD: Abstract, rows_RD: Abstract, shared_input_TD: Abstract
+    setup: Setup, weights: Weights, rows_RD: Abstract, shared_input_TD: Abstract, group_tokens: Dim
 ) -> tuple[Abstract, Abstract | None]:
     """Send rows (R, D) to the experts' ranks, compute there, bring the results back; the shared expert's output too.
 
+    group_tokens: tokens that choose among the experts of this rank's group.
     The shared expert is computed while the rows are on their way.
     """
     mesh, hidden = setup.mesh, rows_RD.shape[1]
-    group_tokens = x_TD.shape[0] * mesh.ep.size * mesh.moe_tp.size
     if mesh.parallel.host_external_shared_experts:
         sent_RD = all_to_all(rows_RD, mesh.ep, shape=(group_tokens / mesh.shared_expert_ranks, hidden))
         return all_to_all(_shared_mlp(weights, sent_RD), mesh.ep, shape=rows_RD.shape), None
@@ -114,8 +117,21 @@ def _dispatch_compute_combine(
     return all_to_all(reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape), shared_TD
 
 
+def _group_tokens(setup: Setup, inputs: StepInputs) -> Dim:
+    """Tokens that choose among one copy of the experts, padding not counted.
+
+    The ranks of its ep and moe_tp groups bring theirs; ranks of one TP group bring the same tokens, once.
+    """
+    mesh, own = setup.mesh, inputs.lengths.tokens
+    ranks = mesh.ep.size * mesh.moe_tp.size
+    if ranks <= mesh.tp.size:
+        return own * (ranks / mesh.tp.size)
+    return own * inputs.busy_ranks * (ranks / mesh.stage_ranks)
+
+
 def _local_rows(setup: Setup, group_tokens: Dim) -> Dim:
-    """Token copies that reach the busiest expert rank. group_tokens: of all ranks of the ep and moe_tp groups."""
+    """Token copies that reach the busiest expert rank. Each rank of a moe_tp group receives its share of
+    them first."""
     mesh, chosen = setup.mesh, setup.model.moe.num_experts_per_tok
     tokens = group_tokens / mesh.moe_tp.size
     mean = tokens * chosen / (mesh.ep.size - mesh.shared_expert_ranks)

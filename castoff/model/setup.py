@@ -10,7 +10,7 @@ from castoff.spec.device import Device
 from castoff.spec.mesh import Mesh, resolve_mesh
 from castoff.spec.model import ModelSpec
 from castoff.spec.quant import CacheFormat, LinearFormat, cache_format, linear_format
-from castoff.spec.scenario import Compilation, Mode, Mtp, Quant, Scenario
+from castoff.spec.scenario import Compilation, Mode, Mtp, Quant, Scenario, check_types
 
 MAX_MTP_TOKENS = 16
 
@@ -39,10 +39,6 @@ class Setup:
     quantized_dispatch: bool
     stage_starts: tuple[int, ...]
 
-    def stage_of_layer(self, layer: int) -> int:
-        """Pipeline stage of a layer; MTP layers are in the last."""
-        return sum(1 for start in self.stage_starts if start <= layer) - 1
-
     @property
     def topk_limit(self) -> int | None:
         """Rows that a query attends to; None for dense attention."""
@@ -59,9 +55,11 @@ def resolve_setup(model: ModelSpec, device: Device, backend: Backend, scenario: 
 
     Raises CastoffError with the reason where the structure cannot run.
     """
+    check_types(scenario)
+    if scenario.parallel.num_devices > device.max_devices:
+        given = scenario.parallel.num_devices
+        raise CastoffError(f"--num-devices {given}: {device.name} connects at most {device.max_devices}")
     mesh = resolve_mesh(model, scenario.parallel)
-    if mesh.num_devices > device.max_devices:
-        raise CastoffError(f"--num-devices {mesh.num_devices}: {device.name} connects at most {device.max_devices}")
     _check_mtp(model, scenario.mtp)
     quant = scenario.quant
     if quant.mxfp4_group_size < 1:
@@ -143,10 +141,11 @@ def _check_rates(device: Device, quant: Quant, formats: tuple[LinearFormat, ...]
     for dtype, use in (("bf16", "attention"), ("fp32", "the router")):
         if not device.supports(dtype):
             raise CastoffError(f"{device.name} gives no matrix rate for {dtype}, in which {use} computes")
-    for form in formats:
+    flags = ("--quantize-linear-action", "--quantize-non-expert-linear-action")
+    for flag, form in zip(flags, formats, strict=True):
         if not device.supports(form.activation_dtype):
             raise CastoffError(
-                f"--quantize-linear-action {form.action} multiplies in {form.activation_dtype}, which {device.name} "
+                f"{flag} {form.action} multiplies in {form.activation_dtype}, which {device.name} "
                 f"cannot; it has {sorted(device.matrix_flops_per_s)}"
             )
     attention = quant.quantize_attention_action

@@ -42,8 +42,10 @@ class AttentionSizes:
 
 
 def _shapes(q_THX: Abstract, *_: Abstract | None, sizes: AttentionSizes, **__: object) -> Shapes:
-    width = sizes.v_head_dim if sizes.absorbs else sizes.kv_lora_rank
-    return (((q_THX.shape[0], sizes.heads, width), "bf16"),)
+    heads = (q_THX.shape[0], sizes.heads)
+    if sizes.absorbs:
+        return (((*heads, sizes.v_head_dim), "bf16"),)
+    return (((*heads, sizes.kv_lora_rank), "bf16"), (heads, "fp32"))
 
 
 def _absorbed_work(call: OpCall) -> Work:
@@ -123,14 +125,16 @@ def multihead_latent_attention(
     *,
     phase: str,
     quantized: bool,
-) -> Abstract:
+) -> tuple[Abstract, ...]:
     """Latent attention over the selected rows (sparse) or all visible ones (dense).
 
         q_latent = q_nope · W_uk                     per head, (T, H, R); W_uk, W_uv are the two halves of kv_b
         s_tj     = (q_latent · latent_j + q_rope · key_j) · softmax_scale       j among topk_t, or all visible
         o_th     = (sum_j softmax(s)_tj · latent_j) · W_uv
 
-    q_THX: (T, H, N + P). topk_TK: int32 ids (T, K), −1 for none; None is dense attention. Returns (T, H, V).
+    q_THX: (T, H, N + P). topk_TK: int32 ids (T, K), −1 for none; None is dense attention. Returns (T, H, V);
+    where `sizes.absorbs` is False, q is absorbed already and the result is latent (T, H, R), with the logarithm of each
+    softmax's sum, fp32 (T, H), so that ranks with other rows can be merged.
     A request with fewer visible rows than topk_limit attends to those it has. Dense attention in the prefill phase
     expands keys and values instead of absorbing, with equal results up to rounding.
     """
@@ -140,7 +144,7 @@ def multihead_latent_attention(
     return op(
         q_THX, kv_cache, topk_TK, block_tables, seq_lens_B, kv_b.values,
         kv_b=kv_b, sizes=sizes, lengths=lengths, phase=phase,
-    )[0]  # fmt: skip
+    )  # fmt: skip
 
 
 def _absorb_shapes(q_THX: Abstract, kv_b_XR: Abstract, *, sizes: AttentionSizes, kv_b: Weight) -> Shapes:
@@ -171,6 +175,17 @@ def _half_of_kv_b(name: str, call: OpCall, width: int) -> Part:
     return Part(name, flops, "bf16", bytes=x_THX.bytes + read + call.outputs[0].bytes)
 
 
+def _rescale_shapes(out_THR: Abstract, lse_TH: Abstract, every_lse_TX: Abstract) -> Shapes:
+    return ((out_THR.shape, "bf16"),)
+
+
+def _rescale_work(call: OpCall) -> Work:
+    out_THR, every_lse_TX = call.tensor(0), call.tensor(2)
+    operations = out_THR.elements + 3 * every_lse_TX.elements
+    return Work((Part("rescale", vector_flops=operations, bytes=2 * out_THR.bytes + every_lse_TX.bytes),))
+
+
+RESCALE_SHARD = Op("rescale_shard", "elementwise", _rescale_shapes, _rescale_work)
 ABSORB_QUERY = Op("absorb_query", "matmul", _absorb_shapes, _absorb_work)
 EXPAND_VALUE = Op("expand_value", "matmul", _expand_shapes, _expand_work)
 
@@ -183,3 +198,11 @@ def absorb_query(q_THX: Abstract, kv_b: Weight, sizes: AttentionSizes) -> Abstra
 def expand_value(out_THR: Abstract, kv_b: Weight, sizes: AttentionSizes) -> Abstract:
     """Latent results (T, H, R) of whole softmaxes to values: out · W_uv, (T, H, V)."""
     return EXPAND_VALUE(out_THR, kv_b.values, sizes=sizes, kv_b=kv_b)[0]
+
+
+def rescale_shard(out_THR: Abstract, lse_TH: Abstract, every_lse_TX: Abstract) -> Abstract:
+    """A rank's latent result times exp(its lse − the lse of all ranks), so that the ranks' results add up.
+
+    every_lse_TX: the lse of every rank, (T, ranks · H). Returns (T, H, R).
+    """
+    return RESCALE_SHARD(out_THR, lse_TH, every_lse_TX)[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from castoff.dims import Dim, minimum
+from castoff.dims import Dim, ceil_div, minimum
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
 from castoff.ops.mlapo import ROPE_OPERATIONS
@@ -52,7 +52,8 @@ class IndexerSizes:
 def _shapes(
     hidden_TD: Abstract, *_: Abstract, weights: IndexerWeights, sizes: IndexerSizes, lengths: Lengths
 ) -> Shapes:
-    return (((hidden_TD.shape[0], minimum(sizes.topk_limit, lengths.longest)), "int32"),)
+    chosen = (hidden_TD.shape[0], minimum(sizes.topk_limit, ceil_div(lengths.longest, sizes.shards)))
+    return ((chosen, "int32"),) if sizes.shards == 1 else ((chosen, "int32"), (chosen, "fp32"))
 
 
 def _work(call: OpCall) -> Work:
@@ -138,7 +139,7 @@ def dsa_indexer(
     weights: IndexerWeights,
     sizes: IndexerSizes,
     lengths: Lengths,
-) -> Abstract:
+) -> tuple[Abstract, ...]:
     """Ids of the cached tokens that each query attends to.
 
         q_h = rotate(qa · wq_bᵀ)_h;  k = rotate(layer_norm(hidden · wkᵀ));  indexer_cache[slot_mapping] = k
@@ -147,13 +148,15 @@ def dsa_indexer(
         topk_t = ids of the topk_limit largest scores, ties to the lowest id
 
     A quantised cache (FP8, INT8) also rotates q and k by a Hadamard matrix and scores in that format.
-    Returns int32 (T, min(topk_limit, longest request)); unused columns hold −1. Mutates indexer_cache.
+    qa and hidden come quantised from mlapo where wq_b and wk ask for it.
+    Returns int32 (T, min(topk_limit, longest request)); unused columns hold −1. Where several ranks split the keys,
+    these are the best of this rank's, and their scores, fp32, come with them. Mutates indexer_cache.
     What must not change the result: the block size of the cache and the allocated length, only the real lengths count.
     """
     return DSA_INDEXER(
         hidden_TD, qa_normed_TQ, cos_TP, sin_TP, indexer_cache, slot_mapping_T, block_tables, seq_lens_B,
         *weights.tensors, weights=weights, sizes=sizes, lengths=lengths,
-    )[0]  # fmt: skip
+    )  # fmt: skip
 
 
 def indexer_key_write(

@@ -19,7 +19,7 @@ from castoff.dims import Dim, product
 from castoff.ops.work import DTYPE_BYTES, Work
 
 Tier = Literal["device", "host"]
-Kind = Literal["activation", "weight", "cache"]
+Kind = Literal["activation", "weight", "cache", "metadata"]
 MAIN = "main"
 
 
@@ -72,7 +72,7 @@ class Op:
         raise TypeError(f"{self.name} was called without a tensor")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class OpCall:
     """One recorded call. `attributes` are what the op was given beside tensors."""
 
@@ -81,6 +81,14 @@ class OpCall:
     outputs: tuple[Abstract, ...]
     attributes: Mapping[str, Any]
     stream: str
+    _work: Work | None = None
+
+    @property
+    def work(self) -> Work:
+        """What the call must do, worked out once."""
+        if self._work is None:
+            self._work = self.op.work(self)
+        return self._work
 
     @property
     def family(self) -> str:

@@ -32,6 +32,7 @@ OPS: tuple[Op, ...] = (
     attention.DENSE_QUANT,
     attention.ABSORB_QUERY,
     attention.EXPAND_VALUE,
+    attention.RESCALE_SHARD,
     moe.MOE_GATE,
     moe.MOE_PERMUTE,
     moe.MOE_UNPERMUTE,

@@ -1,6 +1,6 @@
 """What an op must do, from dims alone: no device, no time.
 
-A `Work` is a list of named parts (the buckets of a report), at most one collective, and scratch memory.
+A `Work` is a list of named parts (the buckets of a report), the collectives, and scratch memory.
 FLOPs count a multiply-add as two. Bytes are device-memory traffic that the op cannot avoid when it is one kernel.
 """
 
@@ -11,8 +11,6 @@ from typing import Literal
 
 from castoff.dims import Dim
 from castoff.spec.mesh import Group
-
-DType = Literal["fp32", "bf16", "fp16", "int8", "fp8", "e8m0", "int4", "fp4", "int32"]
 
 DTYPE_BYTES: dict[str, float] = {
     "fp32": 4,

@@ -74,7 +74,7 @@ def _op_events(prediction: Prediction, spans: list[Span], rows: dict[str, int]) 
 
 
 def _arguments(call: OpCall, price: Price) -> Event:
-    work = call.op.work(call)
+    work = call.work
     return {
         "shapes": shapes_text(call),
         "bound": BOUNDS[int(price.bound)],

@@ -6,6 +6,7 @@ import io
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -98,6 +99,12 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def write_file(path: Path, text: str) -> None:
     """Write a file whole: a reader, or a crash, sees the old one or the new one. Raises CastoffError."""
     try:
@@ -105,12 +112,13 @@ def write_file(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
             return
         target = path.resolve()
-        temporary = target.with_name(f".castoff-{os.getpid()}.tmp")
+        descriptor, name = tempfile.mkstemp(prefix=".castoff-", dir=target.parent)
+        temporary = Path(name)
         try:
-            with temporary.open("x", encoding="utf-8") as file:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
-            if target.exists():
-                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+            # mkstemp makes files that only their owner reads; a report is an ordinary file.
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask())
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)

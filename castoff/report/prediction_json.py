@@ -38,6 +38,7 @@ def prediction_json(report: StepReport) -> dict[str, Any]:
         "backend": prediction.backend.name,
         "scenario": plain(prediction.scenario),
         "mode": prediction.mode,
+        "micro_batches": number(cast.batch.in_flight),
         "latency_s": prediction.latency_s,
         "tokens_per_s": prediction.tokens_per_s,
         "tokens_per_s_per_device": prediction.tokens_per_s_per_device,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from castoff.casting.prediction import batch_of_rank
-from castoff.casting.price import shapes_text
+from castoff.casting.price import call_key
 from castoff.model.decoder import record_step
 from castoff.model.setup import Setup, resolve_setup
 from castoff.ops.program import Abstract, OpCall
@@ -18,7 +18,7 @@ from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
 from castoff.spec.scenario import Scenario, request_classes
 
-COLUMNS = ("batch", "length", "op", "calls", "input_shapes", "input_dtypes", "output_shapes")
+COLUMNS = ("batch", "length", "name", "calls", "shapes", "dtypes", "output_shapes")
 Row = tuple[int, int, str, int, str, str, str]
 
 
@@ -29,7 +29,7 @@ def shapes_csv(
 
     The shapes are those of the heaviest rank. Raises CastoffError where the structure cannot run.
     """
-    backend = load_backend(scenario.backend or device.default_backend)
+    backend = load_backend(device.default_backend if scenario.backend is None else scenario.backend)
     setup = resolve_setup(model, device, backend, scenario, scenario.workload.mode)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -42,16 +42,12 @@ def shapes_csv(
 
 def _rows(setup: Setup, scenario: Scenario, batch: int, length: int) -> Iterator[Row]:
     workload = replace(scenario.workload, num_queries=batch, context_length=length)
-    lengths = batch_of_rank(setup, request_classes(workload, scenario.mtp)).micro
+    rank = batch_of_rank(setup, request_classes(workload, scenario.mtp))
     counts: Counter[tuple[str, str, str, str]] = Counter()
-    for _, call in record_step(setup, lengths).calls():
-        counts[(call.op.name, shapes_text(call), _dtypes(call), _outputs(call))] += 1
+    for _, call in record_step(setup, rank.micro, rank.busy_ranks).calls():
+        counts[(*call_key(call), _outputs(call))] += 1
     for (op, inputs, dtypes, outputs), calls in counts.items():
         yield batch, length, op, calls, inputs, dtypes, outputs
-
-
-def _dtypes(call: OpCall) -> str:
-    return ", ".join(tensor.dtype for tensor in call.inputs if tensor is not None)
 
 
 def _outputs(call: OpCall) -> str:

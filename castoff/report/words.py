@@ -83,7 +83,7 @@ def what_is_cast(prediction: Prediction) -> list[str]:
     formats = [f"experts {setup.expert.action}"]
     if setup.linear.action != setup.expert.action:
         formats.append(f"other linear layers {setup.linear.action}")
-    formats.append(f"attention {setup.cache.action}")
+    formats.append(f"KV cache {'bf16' if setup.cache.action == 'DISABLED' else setup.cache.action}")
     if mtp.num_mtp_tokens:
         assumed = ", assumed" if mtp.acceptance_is_assumed else ""
         formats.append(

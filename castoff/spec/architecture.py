@@ -141,6 +141,8 @@ class ModelSpec:
     indexer: IndexerSpec | None
     indexer_types: tuple[IndexerType, ...]
     mlp_layer_types: tuple[MlpType, ...]
+    # What an MTP block has; a cut of the main layers does not change it.
+    mtp_mlp_layer_type: MlpType
     intermediate_size: int
     moe: MoeSpec
     rms_norm_eps: float
@@ -235,8 +237,9 @@ class ModelSpec:
         return self.indexer_types + own_indexer * num_blocks
 
     def mtp_mlp_layer_types(self, num_blocks: int) -> tuple[MlpType, ...]:
-        """`mlp_layer_types` with the last entry repeated per MTP block."""
-        return self.mlp_layer_types + self.mlp_layer_types[-1:] * num_blocks
+        """`mlp_layer_types` with an entry appended per MTP block."""
+        own_mlp: tuple[MlpType, ...] = (self.mtp_mlp_layer_type,)
+        return self.mlp_layer_types + own_mlp * num_blocks
 
     def _check_layer_list(self, key: str, entries: tuple[str, ...], allowed: tuple[str, ...]) -> None:
         _require(

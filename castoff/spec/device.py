@@ -13,7 +13,7 @@ from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_names
 MatrixDType = Literal["fp32", "bf16", "fp16", "int8", "fp8", "fp4"]
 VectorDType = Literal["fp32", "bf16"]
 Vendor = Literal["ascend", "nvidia"]
-Topology = Literal["full_mesh", "switch", "ring"]
+Topology = Literal["full_mesh", "switch"]
 HostLinkOrigin = Literal["measured", "datasheet", "assumed"]
 
 MATRIX_DTYPES: tuple[MatrixDType, ...] = get_args(MatrixDType)

@@ -16,11 +16,15 @@ from castoff.spec.scenario import Parallel
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that talk to each other: `size` ranks, `stride` apart in the device order of a deployment."""
+    """Ranks that talk to each other: `size` ranks, `stride` apart in the device order of a deployment.
+
+    first: for a pipeline hop, the first rank of the stage that sends.
+    """
 
     name: str
     size: int
     stride: int = 1
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +208,10 @@ def _expert_sizes(parallel: Parallel, stage: int) -> tuple[int, int]:
 def _check_divides(model: ModelSpec, parallel: Parallel, sizes: dict[str, int], heads: int) -> None:
     for flag, size in sizes.items():
         if heads % size:
+            stage = parallel.num_devices // parallel.pp_size
             raise CastoffError(
                 f"{flag} {size} does not divide the {heads} attention heads of {model.name}; choose among "
-                f"{[divisor for divisor in _divisors(heads) if parallel.num_devices % divisor == 0]}"
+                f"{[divisor for divisor in _divisors(heads) if stage % divisor == 0]}"
             )
 
 
@@ -235,6 +240,8 @@ def _experts_per_rank(model: ModelSpec, parallel: Parallel, ep: int, stage: int)
         routed_ranks = ep - shared_ranks
         redundant = parallel.enable_redundant_experts and experts % routed_ranks == 0
         return -(-experts // routed_ranks) + redundant, shared_ranks
+    if parallel.enable_redundant_experts and ep == 1:
+        raise CastoffError("--enable-redundant-experts balances load over expert ranks; it needs --ep-size above 1")
     if experts % ep:
         raise CastoffError(
             f"--ep-size {ep} does not divide the {experts} routed experts of {model.name}; choose among "
@@ -253,4 +260,5 @@ def _check_shared_expert_tp(model: ModelSpec, parallel: Parallel, tp: int) -> No
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})

@@ -212,6 +212,7 @@ def _read_decoder(
         routed_scaling_factor=raw.number("routed_scaling_factor"),
         norm_topk_prob=raw.boolean("norm_topk_prob"),
     )
+    num_layers, mlp_layer_types = _num_layers(raw), _read_mlp_layer_types(raw)
     return raw.build(
         ModelSpec,
         name=name,
@@ -228,7 +229,9 @@ def _read_decoder(
         v_head_dim=raw.integer("v_head_dim"),
         indexer=indexer,
         indexer_types=indexer_types,
-        mlp_layer_types=_read_mlp_layer_types(raw),
+        mlp_layer_types=mlp_layer_types[:num_layers],
+        # A list without an entry for the MTP blocks is continued with its last one.
+        mtp_mlp_layer_type=mlp_layer_types[-1],
         intermediate_size=raw.integer("intermediate_size"),
         moe=moe,
         rms_norm_eps=raw.number("rms_norm_eps"),
@@ -283,15 +286,15 @@ def _read_schedule(raw: HfConfig) -> tuple[IndexerType, ...]:
 
 
 def _read_mlp_layer_types(raw: HfConfig) -> tuple[MlpType, ...]:
-    """`mlp_layer_types`, else the first `first_k_dense_replace` layers dense and the rest sparse."""
+    """`mlp_layer_types`, MTP blocks too if the file has them; else `first_k_dense_replace` dense layers first."""
     num_layers = _num_layers(raw)
     if not raw.has("mlp_layer_types"):
         num_dense = raw.integer("first_k_dense_replace", minimum=0)
         return tuple("dense" if layer < num_dense else "sparse" for layer in range(num_layers))
-    types = _read_layer_list(raw, "mlp_layer_types", raw.items("mlp_layer_types"), _MLP_WORDS)[:num_layers]
+    types = _read_layer_list(raw, "mlp_layer_types", raw.items("mlp_layer_types"), _MLP_WORDS)
     if raw.has("first_k_dense_replace"):
         num_dense = raw.integer("first_k_dense_replace", minimum=0)
-        for layer, kind in enumerate(types):
+        for layer, kind in enumerate(types[:num_layers]):
             if (kind == "dense") != (layer < num_dense):
                 raise raw.error(
                     "mlp_layer_types", f"says that layer {layer} is {kind}, but first_k_dense_replace is {num_dense}"

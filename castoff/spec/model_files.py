@@ -31,10 +31,19 @@ class ConfigFile:
         except UnicodeDecodeError as error:
             raise CastoffError(f"{self.path} is not a JSON file: byte {error.start} is not UTF-8") from None
 
+    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        """An object's keys and values; a key that stands twice is an error, since readers disagree which one counts."""
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise CastoffError(f"{self.path}: the key {twice!r} stands twice in one object")
+        return values
+
     def values(self) -> dict[str, object]:
         """The JSON object in the file; an error that names path and reason if there is none."""
         try:
-            values: object = json.loads(self.text())
+            values: object = json.loads(self.text(), object_pairs_hook=self._object)
         except json.JSONDecodeError as error:
             where = f"line {error.lineno}, column {error.colno}"
             raise CastoffError(f"{self.path} is not valid JSON, or was cut short: {error.msg} ({where})") from None

@@ -95,7 +95,9 @@ _FORMATS: dict[str, tuple[str, str, bool]] = {
 
 
 def linear_format(action: LinearAction, *, mxfp4_group_size: int = 32) -> LinearFormat:
-    """The format that a `--quantize-linear-action` names."""
+    """The format that a `--quantize-linear-action` names; CastoffError for an unknown one."""
+    if action not in _FORMATS:
+        raise CastoffError(f"quantize_linear_action must be one of {', '.join(_FORMATS)}, got {action!r}")
     weight, activation, dynamic = _FORMATS[action]
     return LinearFormat(action, weight, activation, dynamic, mxfp4_group_size)
 
@@ -121,7 +123,9 @@ class CacheFormat:
 
 
 def cache_format(model: ModelSpec, action: AttentionAction) -> CacheFormat:
-    """The cache format that a `--quantize-attention-action` gives a model."""
+    """The cache format that a `--quantize-attention-action` gives a model; CastoffError for an unknown one."""
+    if action not in ("DISABLED", "INT8", "FP8"):
+        raise CastoffError(f"quantize_attention_action must be one of DISABLED, INT8, FP8, got {action!r}")
     head = model.indexer.index_head_dim if model.indexer else 0
     if action == "DISABLED":
         return CacheFormat(action, 2 * (model.kv_lora_rank + model.qk_rope_head_dim), 2 * head, 0, "bf16")

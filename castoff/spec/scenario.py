@@ -1,8 +1,7 @@
 """What is asked of a model on a device: the workload, the parallelism, number formats, speculation, compilation.
 
-Every class is a file schema, a group of command-line flags and a function argument at once; a field's name is its
-flag. Lengths, batch and hit rate may be numpy arrays (one entry per scenario) where the caller sweeps; everything
-else is structure.
+Every class is a group of command-line flags and a function argument at once; a field's name is its flag. Lengths and
+batch may be numpy arrays (one entry per scenario) where the caller sweeps; everything else is structure.
 """
 
 from __future__ import annotations
@@ -10,8 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -25,7 +26,7 @@ PerRequest = Dim | Sequence[int]
 MOST = 2**40
 """Largest number of requests or tokens: everything counted with them stays exact in a float64."""
 
-ASSUMED_DRAFT_ACCEPTANCE = 0.7420
+ASSUMED_DRAFT_ACCEPTANCE = 0.741739
 """Chance that one more draft token is accepted, so that three draft tokens give 2.7 tokens a step (1 + p + p² + p³)."""
 
 
@@ -297,3 +298,60 @@ def deal_to_rank(classes: Sequence[RequestClass], ranks: int) -> tuple[RequestCl
         if own:
             dealt.append(RequestClass(own, entry.context, entry.query))
     return tuple(dealt)
+
+
+def check_types(scenario: Scenario) -> None:
+    """Refuse fields of a scenario, lengths and batch aside, whose values are not of their declared type."""
+    if not isinstance(scenario, Scenario):
+        raise CastoffError(f"a Scenario is needed, got {type(scenario).__name__}")
+    for cls in (Scenario, Workload, Parallel, Quant, Mtp, Compilation):
+        group = (
+            scenario
+            if cls is Scenario
+            else next(
+                (
+                    part
+                    for part in (
+                        scenario.workload,
+                        scenario.parallel,
+                        scenario.quant,
+                        scenario.mtp,
+                        scenario.compilation,
+                    )
+                    if isinstance(part, cls)
+                ),
+                None,
+            )
+        )
+        if group is None:
+            raise CastoffError(f"the scenario's {cls.__name__.lower()} must be a {cls.__name__}")
+        for name, allowed in _declared(cls).items():
+            _check_field(name, getattr(group, name), allowed)
+
+
+def _check_field(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    words = [entry for entry in allowed if not isinstance(entry, type)]
+    types = tuple(entry for entry in allowed if isinstance(entry, type))
+    # A bool is an int to Python, and no number to a user.
+    matches = isinstance(value, types) and (not isinstance(value, bool) or bool in types)
+    if isinstance(value, int) and not isinstance(value, bool) and float in types:
+        matches = True
+    if not matches and value not in words:
+        names = [getattr(entry, "__name__", str(entry)).replace("NoneType", "None") for entry in (*types, *words)]
+        raise CastoffError(f"{name} must be {' or '.join(names)}, got {value!r}")
+
+
+@cache
+def _declared(cls: type) -> dict[str, tuple[object, ...]]:
+    """Types and words that each plain field of a class may hold."""
+    hints = get_type_hints(cls)
+    plain: dict[str, tuple[object, ...]] = {}
+    for item in fields(cls):
+        hint = hints[item.name]
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        flat = [
+            word for option in options for word in (get_args(option) if get_origin(option) is Literal else (option,))
+        ]
+        if all(entry in (int, float, bool, str, NoneType) or isinstance(entry, str) for entry in flat):
+            plain[item.name] = tuple(flat)
+    return plain

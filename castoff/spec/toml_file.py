@@ -41,10 +41,17 @@ class Table:
                 )
 
     def positive(self, key: str) -> float:
-        return self._number(key, "a number greater than 0", lambda value: value > 0)
+        value = self._number(key, "a number greater than 0", lambda value: value > 0)
+        return self._plausible(key, value, 1e-15)
 
     def at_least_zero(self, key: str) -> float:
-        return self._number(key, "a number of at least 0", lambda value: value >= 0)
+        return self._plausible(key, self._number(key, "a number of at least 0", lambda value: value >= 0), 0)
+
+    def _plausible(self, key: str, value: float, least: float) -> float:
+        """Refuse a figure that can only be a slip; quotients of such figures would leave the range of a float."""
+        if not least <= value <= 1e30:
+            raise self.fault(key, f"must be from {least:g} to 1e+30, got {value:g}")
+        return value
 
     def fraction(self, key: str) -> float:
         return self._number(key, "a fraction greater than 0 and at most 1", lambda value: 0 < value <= 1)

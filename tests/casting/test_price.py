@@ -18,6 +18,7 @@ from castoff.casting.price import (
     Measured,
     Price,
     Pricing,
+    call_key,
     longest_term,
     price_block,
     price_call,
@@ -216,21 +217,21 @@ class TestMeasured:
 
     def test_replaces_the_curve_where_name_and_shapes_match(self) -> None:
         call = call_of(self.work)
-        measured = Measured({("toy", shapes_text(call)): 1.5e-3})
+        measured = Measured({call_key(call): 1.5e-3})
         price = price_call(call, replace(PRICING, measured=measured))
         assert price.seconds == 1.5e-3
         assert price.origin == "measured"
         # The terms are still those of the roofline, so that a report can say what bounds the op.
         assert price.terms == price_call(call, PRICING).terms
 
-    @pytest.mark.parametrize("key", [("toy", "[4, 7]"), ("other", "[4, 6]"), ("toy", "[4, 6], [4, 6]")])
-    def test_leaves_others_alone(self, key: tuple[str, str]) -> None:
+    @pytest.mark.parametrize("key", [("toy", "[4, 7]", "bf16"), ("other", "[4, 6]", "bf16"), ("toy", "[4, 6]", "int8")])
+    def test_leaves_others_alone(self, key: tuple[str, str, str]) -> None:
         call = call_of(self.work)
         assert price_call(call, replace(PRICING, measured=Measured({key: 1.0}))) == price_call(call, PRICING)
 
     def test_no_measurement_for_an_array_of_scenarios(self) -> None:
         call = call_of(self.work, shape=(np.array([4.0]), 6))
-        price = price_call(call, replace(PRICING, measured=Measured({("toy", "[4, 6]"): 1.0})))
+        price = price_call(call, replace(PRICING, measured=Measured({("toy", "[4, 6]", "bf16"): 1.0})))
         assert price.origin == "calibrated"
 
     def test_shapes(self) -> None:

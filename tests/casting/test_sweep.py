@@ -204,7 +204,7 @@ class TestReasons:
     def test_one_invalid_structure_among_valid_ones(self) -> None:
         result = sweep(GLM_52, ASCEND, num_devices=16, tp_size=[4, 5, 16], num_queries=np.arange(1, 5))
         assert [entry is None for entry in result.reasons] == [True, False, True]
-        assert "--tp-size 5 x --pp-size 1 does not divide --num-devices 16" in str(result.reasons[1])
+        assert "--tp-size 5 does not divide the 16 devices" in str(result.reasons[1])
         assert np.isfinite(result.latency_s[[0, 2]]).all()
 
     def test_all_invalid(self) -> None:
@@ -235,8 +235,8 @@ class TestReasons:
     def test_a_ragged_batch_and_arrays(self) -> None:
         step = scenario(BASE, context_length=[100, 200], num_queries=2)
         agree(sweep(GLM_52, ASCEND, step), (0,), cast_step(model(GLM_52), device(ASCEND), step))
-        result = sweep(GLM_52, ASCEND, step, query_length=np.array([5, 6]))
-        assert "one length per request cannot be combined with arrays" in str(result.reasons[0])
+        with pytest.raises(CastoffError, match="one length per request cannot be swept with arrays"):
+            sweep(GLM_52, ASCEND, step, query_length=np.array([5, 6]))
 
 
 class TestRefusals:

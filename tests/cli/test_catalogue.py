@@ -110,17 +110,17 @@ def test_shapes_of_a_decode_step(capsys: Capture) -> None:
     assert len(keys) == len(set(keys))
     for batch in ("1", "8"):
         mine = [row for row in rows if (row["batch"], row["length"]) == (batch, "4096")]
-        indexer = next(row for row in mine if row["op"] == "dsa_indexer")
+        indexer = next(row for row in mine if row["name"] == "dsa_indexer")
         assert indexer["calls"] == "21"
-        assert indexer["input_shapes"].startswith(f"[{batch}, 6144], [{batch}, 2048]")
+        assert indexer["shapes"].startswith(f"[{batch}, 6144], [{batch}, 2048]")
         assert indexer["output_shapes"] == f"[{batch}, 2048]"
 
 
 def test_shapes_of_prefill_and_its_file(capsys: Capture, tmp_path: Path) -> None:
     arguments = ["shapes", MODEL, *TP16, "--batch", "2", "--length", "0", "--query-length", "512"]
     text = shown(capsys, *arguments)
-    embedding = next(row for row in rows_of(text) if row["op"] == "embedding")
-    assert embedding["input_shapes"].startswith("[1024]")
+    embedding = next(row for row in rows_of(text) if row["name"] == "embedding")
+    assert embedding["shapes"].startswith("[1024]")
     assert shown(capsys, *arguments, "-o", str(tmp_path / "shapes.csv")) == ""
     assert (tmp_path / "shapes.csv").read_text() == text
 

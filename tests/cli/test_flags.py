@@ -161,6 +161,11 @@ def test_older_spelling_of_the_non_expert_format(scenario_of: Any) -> None:
     assert quant == Quant(quantize_non_expert_linear_action="W8A16_STATIC")
 
 
+def test_a_config_can_turn_multistream_off(scenario_of: Any) -> None:
+    config = '{"enable_multistream": false}'
+    assert scenario_of("--compile", "--compilation-config", config).compilation.enable_multistream is False
+
+
 @pytest.mark.parametrize(
     ("flags", "workload"),
     [

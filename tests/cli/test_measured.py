@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from castoff.casting.measured import load_measured, normal_shapes
+from castoff.casting.measured import load_measured, normal_list
 from castoff.errors import CastoffError
 from tests.cli.commands import CAST, MODEL, TP16, exit_status
 
 Capture = pytest.CaptureFixture[str]
-HEADER = "name,shapes,seconds\n"
+HEADER = "name,shapes,dtypes,seconds\n"
 
 
 def database(tmp_path: Path, text: str) -> str:
@@ -40,15 +40,15 @@ def shapes_of_a_step(capsys: Capture) -> list[dict[str, str]]:
 def written(rows: list[dict[str, str]], seconds: float) -> str:
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(["name", "shapes", "seconds", "machine"])
-    writer.writerows([row["op"], row["input_shapes"], seconds, "here"] for row in rows)
+    writer.writerow(["name", "shapes", "dtypes", "seconds", "machine"])
+    writer.writerows([row["name"], row["shapes"], row["dtypes"], seconds, "here"] for row in rows)
     return text.getvalue()
 
 
 def test_every_shape_measured(capsys: Capture, tmp_path: Path) -> None:
     rows = shapes_of_a_step(capsys)
-    shapes = {(row["op"], row["input_shapes"]) for row in rows}
-    unique = [{"op": op, "input_shapes": text} for op, text in sorted(shapes)]
+    shapes = {(row["name"], row["shapes"], row["dtypes"]) for row in rows}
+    unique = [dict(zip(("name", "shapes", "dtypes"), key, strict=True)) for key in sorted(shapes)]
     found = json_of(capsys, profiled(database(tmp_path, written(unique, 1e-5))))
     assert found["measured"]["shapes"] == found["measured"]["measured_shapes"] == len(shapes)
     assert found["streams"]["main"] == pytest.approx(1e-5 * sum(int(row["calls"]) for row in rows))
@@ -56,7 +56,7 @@ def test_every_shape_measured(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_some_shapes_measured(capsys: Capture, tmp_path: Path) -> None:
-    rows = [row for row in shapes_of_a_step(capsys) if row["op"] == "multihead_latent_attention"]
+    rows = [row for row in shapes_of_a_step(capsys) if row["name"] == "multihead_latent_attention"]
     arguments = profiled(database(tmp_path, written(rows, 1e-3)))
     assert exit_status(*arguments) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("measured: "))
@@ -69,7 +69,7 @@ def test_some_shapes_measured(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_nothing_measured_is_an_error(capsys: Capture, tmp_path: Path) -> None:
-    assert exit_status(*profiled(database(tmp_path, HEADER + 'linear,"[7, 7]",1\n'))) == 2
+    assert exit_status(*profiled(database(tmp_path, HEADER + 'linear,"[7, 7]",bf16,1\n'))) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: ")
@@ -79,14 +79,14 @@ def test_nothing_measured_is_an_error(capsys: Capture, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "name, shapes, seconds"),
-        ("name,seconds\nx,1\n", "column shapes is missing"),
-        (HEADER + "x,[1],fast\n", "line 2: seconds must be a number greater than 0, got 'fast'"),
-        (HEADER + "x,[1],0\n", "line 2: seconds must be"),
-        (HEADER + "x,[1],nan\n", "line 2: seconds must be"),
-        (HEADER + "x,[1]\n", "line 2: seconds must be"),
-        (HEADER + 'x,"[1, 2]",1\nx,"[1,2]",1\n', "line 3: x with shapes .* measured twice"),
-        (HEADER + 'x,"[1, 2]"y,1\n', "not a CSV file"),
+        ("", "name, shapes, dtypes, seconds"),
+        ("name,dtypes,seconds\nx,bf16,1\n", "column shapes is missing"),
+        (HEADER + "x,[1],bf16,fast\n", "line 2: seconds must be greater than 0 .* got 'fast'"),
+        (HEADER + "x,[1],bf16,0\n", "line 2: seconds must be"),
+        (HEADER + "x,[1],bf16,nan\n", "line 2: seconds must be"),
+        (HEADER + "x,[1],bf16\n", "line 2: seconds must be"),
+        (HEADER + 'x,"[1, 2]",bf16,1\nx,"[1,2]",bf16,1\n', "line 3: x with shapes .* measured twice"),
+        (HEADER + 'x,"[1, 2]"y,bf16,1\n', "not a CSV file"),
     ],
 )
 def test_databases_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:
@@ -103,6 +103,6 @@ def test_a_database_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_spaces_in_shapes_do_not_matter(tmp_path: Path) -> None:
-    assert normal_shapes(" [1,2] ,[ 3 ,4 ],[5] ") == "[1, 2], [3, 4], [5]"
-    measured = load_measured(Path(database(tmp_path, HEADER + 'linear,"[1,2],[3]",0.5\n')))
-    assert measured.seconds == {("linear", "[1, 2], [3]"): 0.5}
+    assert normal_list(" [1,2] ,[ 3 ,4 ],[5] ") == "[1, 2], [3, 4], [5]"
+    measured = load_measured(Path(database(tmp_path, HEADER + 'linear,"[1,2],[3]","bf16,int8",0.5\n')))
+    assert measured.seconds == {("linear", "[1, 2], [3]", "bf16, int8"): 0.5}

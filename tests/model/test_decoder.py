@@ -410,6 +410,13 @@ def check_residual_stream(program: Program, scenario: Scenario, spec: ModelSpec)
         assert x is not None
         assert residual is not None
         assert x.shape == residual.shape == (held, spec.hidden_size), entry.label
+    head = next(entry for entry in program.schedule if entry.label == "head")
+    hidden, sampled = head.block.outputs
+    assert hidden is not None
+    assert sampled is not None
+    assert hidden.shape == (tokens, spec.hidden_size)
+    lengths = next(call.attributes["lengths"] for _, call in program.calls() if call.op.name in ATTENTION)
+    assert sampled.shape == (tokens if scenario.workload.mode == "decode" else lengths.requests,)
 
 
 def rank_lengths(scenario: Scenario) -> Lengths:
@@ -453,7 +460,7 @@ class TestAnyStructure:
         check_residual_stream(program, scenario, spec)
 
     @pytest.mark.parametrize("on", [ASCEND, NVIDIA])
-    @settings(max_examples=40)
+    @settings(max_examples=25)
     @given(data=st.data())
     def test_a_kind_priced_once_is_every_layer_priced(self, on: str, data: st.DataObject) -> None:
         spec, where = model(), device(on)
@@ -642,7 +649,8 @@ class TestDcp:
         calls = {call.op.name: call for call in self.layer(2)}
         merge, attention = calls["merge_topk"], calls["multihead_latent_attention"]
         ids, scores = merge.tensor(1), merge.tensor(0)
-        assert ids.shape == scores.shape == (8, 4 * 2048)
+        # Each of 4 ranks has 1,001 of the 4,004 tokens of a request, fewer than the top-k.
+        assert ids.shape == scores.shape == (8, 4 * 1001)
         assert merge.outputs[0].shape == (8, 2048)
         assert attention.tensor(2).value == merge.outputs[0].value
 
@@ -707,7 +715,7 @@ class TestStages:
         assert found["send_recv"] == 2 * (pp - 1)
         for layer, entry in enumerate(layer_entries(program)):
             assert entry.stage == sum(start <= layer for start in starts) - 1
-        moves = [entry for entry in program.schedule if entry.block.key == "next_stage"]
+        moves = [entry for entry in program.schedule if entry.block.key.startswith("next_stage")]
         assert [len(entry.inputs) for entry in moves] == [2] * (pp - 1)
 
     def test_drafts_are_in_the_last_stage(self) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +101,19 @@ def test_units() -> None:
     assert units.flops_rate(353.9e12) == "353.9 TFLOP/s"
     assert (units.rate(4644.99), units.rate(29.031)) == ("4,645", "29.03")
     assert (units.count(61000), units.percent(0.5)) == ("61,000", "50.0%")
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / f".castoff-{os.getpid()}.tmp"
+    foreign.write_text("theirs")
+    write_file(tmp_path / "mine.json", "{}")
+    assert foreign.read_text() == "theirs"
+    assert (tmp_path / "mine.json").read_text() == "{}"
+
+
+def test_writers_side_by_side(tmp_path: Path) -> None:
+    targets = [tmp_path / f"{index}.json" for index in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda path: [write_file(path, path.name) for _ in range(20)], targets))
+    assert [path.read_text() for path in targets] == [path.name for path in targets]
+    assert sorted(tmp_path.iterdir()) == targets

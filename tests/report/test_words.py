@@ -19,7 +19,7 @@ def test_what_is_cast() -> None:
     assert what_is_cast(cast(MODEL, DEVICE, scenario)) == [
         f"{MODEL}, decode: 1 request of 2 new tokens after 2,000 cached; 2 requests of 2 new tokens after 10 cached",
         f"16 x {DEVICE}, backend ascend: TP 4, DP 4, EP 16, MLP TP 8",
-        "experts W8A8_DYNAMIC, other linear layers DISABLED, attention INT8, "
+        "experts W8A8_DYNAMIC, other linear layers DISABLED, KV cache INT8, "
         "1 MTP token (1.74 gained per decode step, assumed), not compiled",
     ]
 

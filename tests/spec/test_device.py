@@ -46,7 +46,7 @@ name = "cluster"
 num_devices = 64
 bandwidth_bytes_per_s = 5e10
 latency_s = 5e-6
-topology = "ring"
+topology = "full_mesh"
 source = "us"
 
 [host_link]
@@ -205,7 +205,7 @@ def test_own_file(tmp_path: Path) -> None:
         ('source = "us"', 'source = " "', "source must be a non-empty string"),
         ('name = "toy"', "name = 3", "name must be a non-empty string, got 3"),
         ('vendor = "nvidia"', 'vendor = "nvidea"', r"one of ascend, nvidia, got 'nvidea' \(did you mean 'nvidia'\?"),
-        ('topology = "ring"', "topology = true", r"tiers\[1\].topology must be one of .*, got true"),
+        ('topology = "full_mesh"', "topology = true", r"tiers\[1\].topology must be one of .*, got true"),
         ('origin = "assumed"', 'origin = "guess"', "host_link.origin must be one of"),
         ("size_bytes = 1_000", 'size_bytes = "64 GiB"', "memory.size_bytes must be a whole number of at least 1"),
         ("size_bytes = 1_000", "size_bytes = 1e3", "memory.size_bytes must be a whole number .*, got 1000"),

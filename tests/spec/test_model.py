@@ -309,3 +309,9 @@ class TestTopkLimit:
         for wrong in (0, -1, True):
             with pytest.raises(CastoffError, match="topk_limit must be an integer of at least 1"):
                 resolve_topk_limit(glm, wrong)
+
+
+def test_a_cut_of_the_main_layers_leaves_the_mtp_block_alone() -> None:
+    cut = load_model("zai-org/GLM-5.2", num_hidden_layers=2)
+    assert cut.mlp_layer_types == ("dense", "dense")
+    assert cut.mtp_mlp_layer_types(1) == ("dense", "dense", "sparse")

@@ -14,8 +14,12 @@ from castoff.errors import CastoffError
 from castoff.spec.scenario import (
     Compilation,
     Mtp,
+    Parallel,
+    Quant,
     RequestClass,
+    Scenario,
     Workload,
+    check_types,
     deal_to_rank,
     request_classes,
 )
@@ -103,6 +107,9 @@ class TestErrors:
             ({"query_length": 0}, ["--query-length", "at least 1", "0"]),
             ({"query_length": -4}, ["--query-length", "at least 1", "-4"]),
             ({"num_queries": 0}, ["--num-queries", "at least 1", "0"]),
+            ({"num_queries": 2**41}, ["--num-queries", f"at most {2**40}"]),
+            ({"context_length": 10**400, "query_length": 1}, ["--context-length", "at most"]),
+            ({"context_length": np.array([0, 2**50])}, ["--context-length", f"at most {2**40}"]),
             ({"num_queries": 1.5}, ["--num-queries", "whole", "1.5"]),
             ({"context_length": 0.5}, ["--context-length", "whole", "0.5"]),
             ({"context_length": float("nan")}, ["--context-length", "whole", "nan"]),
@@ -302,3 +309,28 @@ class TestCompilation:
         self, compiled: bool, asked: bool | None, streams: bool
     ) -> None:
         assert Compilation(compile=compiled, enable_multistream=asked).multistream == streams
+
+
+class TestTypes:
+    @pytest.mark.parametrize(
+        ("scenario", "name"),
+        [
+            (Scenario(quant=Quant(quantize_linear_action="W8A8")), "quantize_linear_action"),  # type: ignore[arg-type]
+            (Scenario(quant=Quant(quantize_attention_action="fp8")), "quantize_attention_action"),  # type: ignore[arg-type]
+            (Scenario(parallel=Parallel(tp_size=None)), "tp_size"),  # type: ignore[arg-type]
+            (Scenario(parallel=Parallel(tp_size=True)), "tp_size"),
+            (Scenario(parallel=Parallel(word_embedding_tp="diag")), "word_embedding_tp"),  # type: ignore[arg-type]
+            (Scenario(mtp=Mtp(num_mtp_tokens="3")), "num_mtp_tokens"),  # type: ignore[arg-type]
+            (Scenario(mtp=Mtp(mtp_acceptance_length="2")), "mtp_acceptance_length"),  # type: ignore[arg-type]
+            (Scenario(compilation=Compilation(compile="no")), "compile"),  # type: ignore[arg-type]
+            (Scenario(reserved_memory_gb="1"), "reserved_memory_gb"),  # type: ignore[arg-type]
+            (Scenario(backend=3), "backend"),  # type: ignore[arg-type]
+            (Workload(), "Scenario"),
+        ],
+    )
+    def test_wrong_types_are_refused_by_name(self, scenario: Scenario, name: str) -> None:
+        with pytest.raises(CastoffError, match=name):
+            check_types(scenario)
+
+    def test_defaults_pass(self) -> None:
+        check_types(Scenario())
