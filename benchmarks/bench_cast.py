@@ -38,7 +38,7 @@ COLUMNS = (
 
 MODEL = "zai-org/GLM-5.2"
 DEVICE = "ATLAS_800_A3_752T_128G_DIE"
-# specs/cast.md §7.
+# The command that the published GLM-5 design of TensorCast gives.
 PUBLISHED_COMMAND = (
     f"cast {MODEL} --device {DEVICE} --num-devices 16 --tp-size 16 --dp-size 1 --ep-size 16 "
     "--context-length 61000 --query-length 4096 --num-queries 1 --num-mtp-tokens 3 --compile "

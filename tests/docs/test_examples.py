@@ -1,0 +1,29 @@
+"""What the documentation shows works as it is written."""
+
+import re
+from pathlib import Path
+
+from castoff.spec.backend import load_backend
+from castoff.spec.device import load_device
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def blocks(file: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / file).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_device_and_backend_files_load(tmp_path: Path) -> None:
+    for name, text in zip(("device", "backend"), blocks("docs/files.md", "toml"), strict=True):
+        (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
+    assert load_device(str(tmp_path / "device.toml")).name == "my_gpu"
+    assert load_backend(str(tmp_path / "backend.toml")).name == "my_stack"
+
+
+def test_readme_python() -> None:
+    (code,) = blocks("README.md", "python")
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    table = names["table"]
+    assert table.latency_s.shape == (4 * 2 * 2, 32, 3)  # type: ignore[attr-defined]
+    assert set(table.reasons) == {None}  # type: ignore[attr-defined]
