@@ -104,7 +104,7 @@ class TestCaches:
 
 
 class TestWeights:
-    """GLM-5.2 by hand; sizes from specs/cast.md §1."""
+    """GLM-5.2 by hand."""
 
     hidden, vocabulary, experts = 6144, 154_880, 256
 
@@ -537,7 +537,7 @@ def test_every_part_is_counted_once(case: Case) -> None:
 
 
 class TestAgainstPublishedFigures:
-    """specs/cast.md §5 and the peer's run in data/README.md; the peer counts three MTP layers and whole blocks."""
+    """Figures of a public simulator's run; it counts three MTP layers and whole blocks."""
 
     peer_tokens = 509 * 128
 
@@ -576,7 +576,7 @@ class TestAgainstPublishedFigures:
         assert memory.indexer_cache_bytes * 24 / 22 * self.peer_tokens / 65_096 / GIB == pytest.approx(0.37, abs=0.005)
 
     def test_the_case_that_the_peer_prints_a_latency_for(self, shared_data: Path) -> None:
-        # 186 GiB of caches on a 64 GiB die (specs/cast.md §9): 16,385 blocks of 128 tokens, 78 and 21 layers.
+        # 186 GiB of caches on a 64 GiB die: 16,385 blocks of 128 tokens, 78 and 21 layers.
         with (shared_data / "peers" / "tensorcast_glm52_a3.csv").open(newline="") as file:
             shapes = [
                 row["input_shapes_per_device"] for row in csv.DictReader(file) if row["case"].startswith("decode 32")

@@ -1,4 +1,4 @@
-"""The published command (specs/cast.md §7): GLM-5.2, a 4096-token chunk behind 61,000 tokens, on 16 dies."""
+"""The published command: GLM-5.2, a 4096-token chunk behind 61,000 tokens, on 16 dies."""
 
 import json
 

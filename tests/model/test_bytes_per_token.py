@@ -1,4 +1,4 @@
-"""Bytes that one cached token costs, per layer and in all (specs/cast.md §5)."""
+"""Bytes that one cached token costs, per layer and in all."""
 
 from dataclasses import replace
 from typing import cast

@@ -832,7 +832,7 @@ class TestMoe:
         work = call.op.work(call)
         router, select = work.parts
         assert router.matrix_flops == 2 * s.T * s.D * s.E
-        # fp32 gate (specs/cast.md §1)
+        # fp32 gate
         assert router.matrix_dtype == "fp32"
         assert router.bytes == 2 * s.T * s.D + 4 * s.E * s.D
         # Sigmoid 3 and bias 1 a score, a pass over the scores and 3 more per choice; groups add up two scores.
