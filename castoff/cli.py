@@ -28,6 +28,7 @@ from castoff.flags import (
     Model,
     OutputFlags,
     OutputGroup,
+    RunGroup,
     StepFlags,
     StepGroup,
     Structure,
@@ -39,13 +40,17 @@ from castoff.flags import (
     sentence,
 )
 from castoff.report import catalogue
+from castoff.report import compare as comparing
 from castoff.report.chrome_trace import chrome_trace
 from castoff.report.output import check_outputs, console, print_note, print_text, render, write_file
 from castoff.report.plain import json_text
 from castoff.report.prediction_json import prediction_json
+from castoff.report.run_text import run_text, show_progress
 from castoff.report.shapes_csv import shapes_csv
 from castoff.report.step import step_report
 from castoff.report.tables import step_tables
+from castoff.runtime import generate
+from castoff.runtime.generate import RunOptions
 from castoff.spec.backend import Backend, load_backend, shipped_backends
 from castoff.spec.device import Device, load_device, shipped_devices
 from castoff.spec.model import ALIASES, ModelSpec, load_model, shipped_models
@@ -92,6 +97,43 @@ def cast(
         ops = op_summaries(prediction, by_shapes=True) if output.dump_input_shapes else report.ops
         bounds = output.dump_op_bound_results
         print_text(render(*step_tables(report, ops, with_shapes=output.dump_input_shapes, with_bounds=bounds)))
+
+
+def run(
+    model: Annotated[
+        str, Parameter(help="A directory with a config.json and weights, or with --random-weights any known model.")
+    ],
+    /,
+    *,
+    options: RunGroup | None = None,
+    num_hidden_layers_override: Annotated[
+        int | None, Parameter(help="Keep only the first layers of the model.")
+    ] = None,
+    json: JsonTarget = None,
+) -> None:
+    """Generate tokens with a model for real: the forward pass that `cast` prices, on torch tensors."""
+    options = options or RunOptions()
+    check_outputs({"--json": None if json in (None, "-") else Path(str(json)), "--profile": options.profile})
+    report = generate.run(model, options, num_hidden_layers=num_hidden_layers_override, progress=show_progress)
+    if json:
+        write_json(json, report.as_json())
+    if json != "-":
+        print_text(run_text(report))
+
+
+def compare(
+    cast_json: Annotated[Path, Parameter(help="What `castoff cast --json` wrote.")],
+    run_json: Annotated[Path, Parameter(help="What `castoff run --profile TRACE --json` wrote.")],
+    /,
+    *,
+    json: JsonTarget = None,
+) -> None:
+    """Lay a cast beside a run: predicted and measured time of every op, and in total."""
+    comparison = comparing.compare(cast_json, run_json)
+    if json:
+        write_json(json, comparing.comparison_json(comparison))
+    if json != "-":
+        print_text(render(*comparing.compare_table(comparison)))
 
 
 def models(*, json: JsonTarget = None) -> None:
@@ -214,7 +256,7 @@ def _app(argv: Sequence[str]) -> App:
         # Making one takes longer than parsing.
         console=console(plain_width=120) if asks_for_help else None,
     )
-    for command in (cast, models, devices, show, shapes):
+    for command in (cast, run, compare, models, devices, show, shapes):
         app.command(command)
     return app
 

@@ -20,6 +20,7 @@ from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, Unused
 from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel, InlineText
 
 from castoff.errors import CastoffError
+from castoff.runtime.generate import RunOptions
 from castoff.spec.device import shipped_devices
 from castoff.spec.model import shipped_models
 from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, Scenario, Workload
@@ -254,8 +255,9 @@ class OutputFlags:
 WorkloadGroup = Annotated[WorkloadFlags, _group("Workload", 1)]
 StructureGroup = Annotated[Structure, _group("Deployment", 2)]
 StepGroup = Annotated[StepFlags, _group("Pricing", 6)]
+RunGroup = Annotated[RunOptions, _group("Run", 1)]
 OutputGroup = Annotated[OutputFlags, _group("Output", 7)]
-DOCUMENTED = (Scenario, Workload, Parallel, Quant, Mtp, Compilation, Structure, StepFlags, OutputFlags)
+DOCUMENTED = (RunOptions, Scenario, Workload, Parallel, Quant, Mtp, Compilation, Structure, StepFlags, OutputFlags)
 
 
 def check_tokens(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

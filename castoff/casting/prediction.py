@@ -275,18 +275,18 @@ def _footprint(setup: Setup, pricing: Pricing, program: Program, batch: Batch, s
 def largest_that_fits(setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario) -> Largest:
     """Largest batch per rank at the longest request's lengths, and longest context at this batch, that still fit."""
     longest = max(classes, key=_total_tokens)
-    mine = deal_to_rank([RequestClass(sum(int(entry.count) for entry in classes), 0, 1)], setup.mesh.dp.size)[0].count
+    requests = sum(int(entry.count) for entry in classes)
     context_cap = setup.model.max_position_embeddings - int(longest.query)
 
-    def fits(batch: Dim, context: Dim) -> Array:
-        rank_class = [RequestClass(batch * setup.mesh.dp.size, context, longest.query)]
-        own = batch_of_rank(setup, rank_class)
+    def fits(count: Dim, context: Dim) -> Array:
+        own = batch_of_rank(setup, [RequestClass(count, context, longest.query)])
         program = record_step(setup, own.micro, own.busy_ranks)
         return np.asarray(_footprint(setup, pricing, program, own, scenario).fits)
 
+    ranks = setup.mesh.dp.size
     return Largest(
-        max_batch_per_device=_largest_true(lambda batch: fits(batch, longest.context), least=1) or 0,
-        max_context_length=_largest_true(lambda context: fits(mine, context), least=0, most=max(context_cap, 0)),
+        max_batch_per_device=_largest_true(lambda batch: fits(batch * ranks, longest.context), least=1) or 0,
+        max_context_length=_largest_true(lambda context: fits(requests, context), least=0, most=max(context_cap, 0)),
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from castoff.model.indexer import index_tokens
-from castoff.model.inputs import AbstractCaches, StepInputs
+from castoff.model.inputs import CacheSource, StepInputs
 from castoff.model.setup import Setup
 from castoff.model.sharding import exchange_heads, project_and_reduce
 from castoff.ops.attention import AttentionSizes, absorb_query, expand_value, multihead_latent_attention, rescale_shard
 from castoff.ops.collectives import all_gather, reduce_scatter
 from castoff.ops.linear import Weight
 from castoff.ops.mlapo import MlapoSizes, MlapoWeights, mlapo
-from castoff.ops.program import Abstract
+from castoff.ops.program import Tensor
 
 Weights = Mapping[str, Weight]
 
@@ -20,14 +20,14 @@ Weights = Mapping[str, Weight]
 def attention(
     setup: Setup,
     weights: Weights,
-    caches: AbstractCaches,
+    caches: CacheSource,
     inputs: StepInputs,
     layer: int,
-    normed_TD: Abstract,
-    topk_TK: Abstract | None,
+    normed_TD: Tensor,
+    topk_TK: Tensor | None,
     *,
     indexer: str,
-) -> tuple[Abstract, Abstract | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer over whole tokens; returns its output (whole or split) and the top-k ids it used.
 
     indexer: "full" scores and selects, "shared" uses topk_TK, "reuse" uses topk_TK and still writes indexer keys,
@@ -48,7 +48,7 @@ def attention(
         weights["self_attn.o_proj"],
         mesh.o_proj_tp,
         mesh.tp,
-        inputs.lengths.tokens,
+        inputs.tokens,
         split=setup.sequence_parallel,
         fused="matmul_all_reduce" in setup.fusions,
     )
@@ -58,11 +58,11 @@ def attention(
 def _attend(
     setup: Setup,
     weights: Weights,
-    kv_cache: Abstract,
+    kv_cache: Tensor,
     inputs: StepInputs,
-    q_THX: Abstract,
-    topk_TK: Abstract | None,
-) -> Abstract:
+    q_THX: Tensor,
+    topk_TK: Tensor | None,
+) -> Tensor:
     """Attention of this rank's heads, (T, H, V).
 
     With DCP a rank scores the heads of its whole DCP group against the rows it holds; the partial results, weighted by

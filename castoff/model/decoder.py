@@ -7,10 +7,14 @@ Under sequence parallelism both are split over the TP group between attention an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
 from castoff.dims import Dim
 from castoff.model.attention import Weights, attention
 from castoff.model.head import embed, logits_and_sample
-from castoff.model.inputs import AbstractCaches, StepInputs, abstract_inputs
+from castoff.model.inputs import AbstractCaches, CacheSource, StepInputs, abstract_inputs
 from castoff.model.moe import dense_mlp, moe
 from castoff.model.setup import Setup
 from castoff.model.sharding import join_tokens
@@ -25,11 +29,53 @@ from castoff.ops.norm import (
     add_rms_norm2_dynamic_quant,
     rms_norm,
 )
-from castoff.ops.program import Abstract, Program, Recorder
+from castoff.ops.program import Program, Recorder, Tensor
 from castoff.ops.tokens import concat, select_rows
 from castoff.spec.mesh import Group
 
-Body = tuple[Abstract | None, ...]
+Body = tuple[Tensor, ...]
+
+
+class WeightSource(Protocol):
+    """Where a decoder finds its weights, abstract or real."""
+
+    def layer(self, layer: int) -> Weights:
+        """Weights of a layer by relative name; layers past num_hidden_layers are MTP blocks."""
+
+    def outer(self) -> Weights:
+        """embed_tokens, norm and lm_head."""
+
+
+class Runner(Protocol):
+    """What carries out blocks: a `Recorder`, or plain calls."""
+
+    def block(self, key: str, label: str, body: Callable[..., Body], *inputs: Tensor | None) -> Body:
+        """Run `body(*inputs)`; equal keys mean equal ops and dims."""
+
+    def next_stage(self) -> None:
+        """Blocks from here on belong to the next pipeline stage."""
+
+
+class Direct:
+    """Runs blocks as they come."""
+
+    def block(self, key: str, label: str, body: Callable[..., Body], *inputs: Tensor | None) -> Body:
+        """Call the body."""
+        return body(*inputs)
+
+    def next_stage(self) -> None:
+        """Nothing to do: real stages are other processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    """hidden_TD: after the final norm, whole. logits_TV, ids_T: of the rows sampled; logits are None where groups of
+    lm_head ranks smaller than TP share the tokens, so that no rank has those of all. topk_TK: of the last layer."""
+
+    hidden_TD: Tensor
+    logits_TV: Tensor | None
+    ids_T: Tensor
+    topk_TK: Tensor | None
 
 
 def record_step(setup: Setup, lengths: Lengths, busy_ranks: Dim | None = None, *, repeat: bool = True) -> Program:
@@ -39,40 +85,45 @@ def record_step(setup: Setup, lengths: Lengths, busy_ranks: Dim | None = None, *
     repeat: record each kind of layer once; False records every layer.
     """
     recorder = Recorder(repeat=repeat)
-    Decoder(setup, RankWeights(setup, recorder), AbstractCaches(setup, lengths, recorder), recorder).step(
-        lengths, setup.mesh.dp.size if busy_ranks is None else busy_ranks
-    )
+    busy: Dim = setup.mesh.dp.size if busy_ranks is None else busy_ranks
+    decoder = Decoder(setup, RankWeights(setup, recorder), AbstractCaches(setup, lengths, recorder), recorder)
+    main = decoder.main_pass(abstract_inputs(setup, lengths, busy, recorder), last=setup.mode == "prefill")
+    hidden_TD = main.hidden_TD
+    topk_TK: Tensor | None = None
+    for draft in range(setup.mtp.num_mtp_tokens):
+        window: Dim = 1 + setup.mtp.num_mtp_tokens if setup.mtp_window == "every" else 1
+        own = lengths if draft == 0 else lengths.with_query(window, grown_by=draft)
+        hidden_TD = hidden_TD.view(own.tokens, setup.model.hidden_size)
+        reuses = topk_TK is not None and setup.shares_topk_among_drafts
+        given_TK = topk_TK.view(own.tokens, topk_TK.shape[1]) if topk_TK is not None and reuses else None
+        inputs = abstract_inputs(setup, own, busy, recorder)
+        call = decoder.draft_call(inputs, hidden_TD, given_TK, draft=draft, last=True)
+        hidden_TD, topk_TK = call.hidden_TD, call.topk_TK
     return recorder.program
 
 
 class Decoder:
-    """The forward pass of one rank."""
+    """The forward pass of one rank, cast and run alike."""
 
-    def __init__(self, setup: Setup, weights: RankWeights, caches: AbstractCaches, recorder: Recorder) -> None:
+    def __init__(self, setup: Setup, weights: WeightSource, caches: CacheSource, runner: Runner) -> None:
         self._setup = setup
         self._weights = weights
         self._caches = caches
-        self._recorder = recorder
+        self._runner = runner
         self._outer = weights.outer()
 
-    def step(self, lengths: Lengths, busy_ranks: Dim) -> None:
-        """Main pass over the new tokens, then one draft call per MTP token."""
-        hidden_TD = self._main_pass(abstract_inputs(self._setup, lengths, busy_ranks, self._recorder))
-        if self._setup.mtp.num_mtp_tokens:
-            self._draft(lengths, busy_ranks, hidden_TD)
-
-    def _main_pass(self, inputs: StepInputs) -> Abstract:
-        """All layers and the head; returns the hidden state after the final norm, whole."""
-        setup, block = self._setup, self._recorder.block
+    def main_pass(self, inputs: StepInputs, *, last: bool) -> PassOutput:
+        """All layers and the head. last: sample one token per request, after its last token, not one per token."""
+        setup, block = self._setup, self._runner.block
         (x_TD,) = block("embedding", "embedding", lambda ids_T: (self._embed(ids_T),), inputs.ids_T)
-        residual_TD: Abstract | None = None
-        topk_TK: Abstract | None = None
+        residual_TD: Tensor | None = None
+        topk_TK: Tensor | None = None
         for layer in range(setup.model.num_hidden_layers):
             if layer in setup.stage_starts[1:]:
                 x_TD, residual_TD = self._next_stage(layer, x_TD, residual_TD)
             indexer = self._indexer_kind(layer)
 
-            def body(x_TD: Abstract, residual_TD: Abstract | None, topk_TK: Abstract | None) -> Body:
+            def body(x_TD: Tensor, residual_TD: Tensor | None, topk_TK: Tensor | None) -> Body:
                 return self._layer(layer, inputs, x_TD, residual_TD, topk_TK, indexer=indexer)  # noqa: B023
 
             kind = f"{indexer}/{setup.model.mlp_layer_types[layer]}/{'first' if residual_TD is None else 'next'}"
@@ -80,65 +131,49 @@ class Decoder:
             given_TK = topk_TK if indexer == "shared" else None
             x_TD, residual_TD, topk_TK = block(f"layer/{kind}", f"layer {layer}", body, x_TD, residual_TD, given_TK)
 
-        def head(x_TD: Abstract, residual_TD: Abstract) -> Body:
-            return self._head(inputs.lengths, x_TD, residual_TD, self._outer["norm"], last=setup.mode == "prefill")
+        def head(x_TD: Tensor, residual_TD: Tensor) -> Body:
+            return self._head(inputs, x_TD, residual_TD, self._outer["norm"], last=last)
 
-        hidden_TD, _ = block("head", "head", head, x_TD, residual_TD)
-        assert hidden_TD is not None
-        return hidden_TD
+        hidden_TD, logits_TV, ids_T = block("head", "head", head, x_TD, residual_TD)
+        return PassOutput(hidden_TD, logits_TV, ids_T, topk_TK)
 
-    def _draft(self, lengths: Lengths, busy_ranks: Dim, hidden_TD: Abstract) -> None:
-        """num_mtp_tokens calls of the MTP block, each feeding on the hidden state of the one before."""
-        setup = self._setup
-        last = setup.model.num_hidden_layers
-        topk_TK: Abstract | None = None
-        for draft in range(setup.mtp.num_mtp_tokens):
-            window: Dim = 1 + setup.mtp.num_mtp_tokens if setup.mtp_window == "every" else 1
-            own = lengths if draft == 0 else lengths.with_query(window, grown_by=draft)
-            inputs = abstract_inputs(setup, own, busy_ranks, self._recorder)
-            hidden_TD = hidden_TD.view(own.tokens, setup.model.hidden_size)
-            indexer = "none" if setup.model.indexer is None else "full"
-            if topk_TK is not None and setup.shares_topk_among_drafts:
-                indexer, topk_TK = "reuse", topk_TK.view(own.tokens, topk_TK.shape[1])
+    def draft_call(
+        self, inputs: StepInputs, hidden_TD: Tensor, topk_TK: Tensor | None, *, draft: int, last: bool
+    ) -> PassOutput:
+        """One call of the MTP block. inputs: its tokens, each one after the token whose hidden state it is given.
 
-            def body(hidden_TD: Abstract, topk_TK: Abstract | None) -> Body:
-                return self._draft_call(last, inputs, hidden_TD, topk_TK, indexer=indexer)  # noqa: B023
+        topk_TK: an earlier draft call's choice to reuse; None to score anew. last: as for `main_pass`.
+        """
+        layer = self._setup.model.num_hidden_layers
+        indexer = "none" if self._setup.model.indexer is None else "full" if topk_TK is None else "reuse"
 
-            # The lengths grow by one from call to call, so no two calls are equal.
-            key = f"mtp/{draft}"
-            hidden, topk_TK, _ = self._recorder.block(
-                key, f"mtp {draft}", body, hidden_TD, topk_TK if indexer == "reuse" else None
+        def body(hidden_TD: Tensor, topk_TK: Tensor | None) -> Body:
+            weights, eps = self._weights.layer(layer), self._setup.model.rms_norm_eps
+            embedded_TD = self._embed(inputs.ids_T, split=False)
+            joined = concat(rms_norm(embedded_TD, weights["enorm"], eps), rms_norm(hidden_TD, weights["hnorm"], eps))
+            x_TD = self._split(linear(joined, weights["eh_proj"]))
+            x_TD, residual_TD, topk_TK = self._layer(
+                layer, inputs, x_TD, None, topk_TK, indexer=indexer, weights=weights
             )
-            assert hidden is not None
-            hidden_TD = hidden
+            return (*self._head(inputs, x_TD, residual_TD, weights["shared_head.norm"], last=last), topk_TK)
 
-    def _draft_call(
-        self, layer: int, inputs: StepInputs, hidden_TD: Abstract, topk_TK: Abstract | None, *, indexer: str
-    ) -> Body:
-        """One MTP iteration: (next hidden state, top-k ids, draft tokens)."""
-        weights, eps = self._weights.layer(layer), self._setup.model.rms_norm_eps
-        embedded_TD = self._embed(inputs.ids_T, split=False)
-        joined = concat(rms_norm(embedded_TD, weights["enorm"], eps), rms_norm(hidden_TD, weights["hnorm"], eps))
-        x_TD = self._split(linear(joined, weights["eh_proj"]))
-        x_TD, residual_TD, topk_TK = self._layer(layer, inputs, x_TD, None, topk_TK, indexer=indexer, weights=weights)
-        assert x_TD is not None
-        assert residual_TD is not None
-        hidden, tokens_B = self._head(inputs.lengths, x_TD, residual_TD, weights["shared_head.norm"], last=True)
-        return hidden, topk_TK, tokens_B
+        # The lengths grow by one from call to call, so no two calls are equal.
+        outputs = self._runner.block(f"mtp/{draft}", f"mtp {draft}", body, hidden_TD, topk_TK)
+        return PassOutput(*outputs)
 
     def _layer(
         self,
         layer: int,
         inputs: StepInputs,
-        x_TD: Abstract,
-        residual_TD: Abstract | None,
-        topk_TK: Abstract | None,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        topk_TK: Tensor | None,
         *,
         indexer: str,
         weights: Weights | None = None,
-    ) -> tuple[Abstract, Abstract, Abstract | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One decoder layer: norm, attention, norm, MLP."""
-        setup, tokens = self._setup, inputs.lengths.tokens
+        setup, tokens = self._setup, inputs.tokens
         weights = self._weights.layer(layer) if weights is None else weights
         normed_TD, residual_TD = self._norm(x_TD, residual_TD, weights["input_layernorm"])
         if setup.sequence_parallel:
@@ -156,8 +191,8 @@ class Decoder:
         return dense_mlp(setup, weights, normed_TD, tokens), residual_TD, topk_TK
 
     def _norm(
-        self, x_TD: Abstract, residual_TD: Abstract | None, weight: Weight, *, reader: Weight | None = None
-    ) -> tuple[Abstract, Abstract]:
+        self, x_TD: Tensor, residual_TD: Tensor | None, weight: Weight, *, reader: Weight | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual), with the fusions at hand.
 
         reader: the one layer that reads the normed value; its activations may come out quantised.
@@ -173,39 +208,36 @@ class Decoder:
             return add_rms_norm2_dynamic_quant(x_TD, residual_TD, weight, eps, form)
         return add_rms_norm2(x_TD, residual_TD, weight, eps)
 
-    def _head(self, lengths: Lengths, x_TD: Abstract, residual_TD: Abstract, norm: Weight, *, last: bool) -> Body:
-        """Final norm, lm_head and sampling: (normed hidden state, whole; token ids).
-
-        last: sample one token per request instead of one per token.
-        """
+    def _head(self, inputs: StepInputs, x_TD: Tensor, residual_TD: Tensor, norm: Weight, *, last: bool) -> Body:
+        """Final norm, lm_head and sampling: (normed hidden state, whole; logits; token ids)."""
         setup, eps = self._setup, self._setup.model.rms_norm_eps
         if "add_rms_norm" in setup.fusions:
             hidden_TD = add_rms_norm(x_TD, residual_TD, norm, eps)
         else:
             hidden_TD = rms_norm(add(x_TD, residual_TD), norm, eps)
         if setup.sequence_parallel:
-            hidden_TD = join_tokens(hidden_TD, setup.mesh.tp, lengths.tokens)
-        rows_TD = select_rows(hidden_TD, lengths.requests) if last else hidden_TD
-        return hidden_TD, logits_and_sample(setup, self._outer["lm_head"], rows_TD)
+            hidden_TD = join_tokens(hidden_TD, setup.mesh.tp, inputs.tokens)
+        rows_TD = select_rows(hidden_TD, inputs.requests) if last else hidden_TD
+        return (hidden_TD, *logits_and_sample(setup, self._outer["lm_head"], rows_TD))
 
-    def _embed(self, ids_T: Abstract, *, split: bool = True) -> Abstract:
+    def _embed(self, ids_T: Tensor, *, split: bool = True) -> Tensor:
         embedded_TD = embed(self._setup, self._outer["embed_tokens"], ids_T)
         return self._split(embedded_TD) if split else embedded_TD
 
-    def _split(self, x_TD: Abstract) -> Abstract:
+    def _split(self, x_TD: Tensor) -> Tensor:
         return split_tokens(x_TD, self._setup.mesh.tp.size) if self._setup.sequence_parallel else x_TD
 
-    def _next_stage(self, layer: int, x_TD: Abstract | None, residual_TD: Abstract | None) -> Body:
+    def _next_stage(self, layer: int, x_TD: Tensor | None, residual_TD: Tensor | None) -> Body:
         """Hand the residual stream to the rank that holds the next layers."""
         ranks = self._setup.mesh.stage_ranks
         stage = self._setup.stage_starts.index(layer)
         pp = Group("pp", 2, ranks, first=(stage - 1) * ranks)
 
-        def body(x_TD: Abstract, residual_TD: Abstract | None) -> Body:
+        def body(x_TD: Tensor, residual_TD: Tensor | None) -> Body:
             return send_recv(x_TD, pp), None if residual_TD is None else send_recv(residual_TD, pp)
 
-        sent = self._recorder.block(f"next_stage/{stage}", f"to the stage of layer {layer}", body, x_TD, residual_TD)
-        self._recorder.next_stage()
+        sent = self._runner.block(f"next_stage/{stage}", f"to the stage of layer {layer}", body, x_TD, residual_TD)
+        self._runner.next_stage()
         return sent
 
     def _indexer_kind(self, layer: int) -> str:

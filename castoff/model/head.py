@@ -9,11 +9,11 @@ from castoff.model.setup import Setup
 from castoff.model.sharding import gather_tokens, join_tokens, peers, reduce_tokens
 from castoff.ops.collectives import all_gather, all_to_all
 from castoff.ops.linear import Weight, linear
-from castoff.ops.program import Abstract
+from castoff.ops.program import Tensor
 from castoff.ops.tokens import embedding, sample
 
 
-def embed(setup: Setup, table: Weight, ids_T: Abstract) -> Abstract:
+def embed(setup: Setup, table: Weight, ids_T: Tensor) -> Tensor:
     """Embeddings of this rank's tokens, whole (T, D)."""
     own, tp = setup.mesh.embed_tp, setup.mesh.tp
     tokens, hidden = ids_T.shape[0], setup.model.hidden_size
@@ -27,13 +27,18 @@ def embed(setup: Setup, table: Weight, ids_T: Abstract) -> Abstract:
     return all_gather(mine, tp, axis=1)
 
 
-def logits_and_sample(setup: Setup, lm_head: Weight, hidden_TD: Abstract) -> Abstract:
-    """Next tokens of the rows given, (T,)."""
+def logits_and_sample(setup: Setup, lm_head: Weight, hidden_TD: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Logits (T, V) and most likely next tokens (T,) of the rows given.
+
+    The logits are None where each of several groups of a TP group has a share of the tokens: none has them all.
+    """
     own, tp = setup.mesh.lmhead_tp, setup.mesh.tp
     tokens, vocabulary = hidden_TD.shape[0], setup.model.vocab_size
     logits_TV = linear(gather_tokens(hidden_TD, own, tp), lm_head)
     if own.size > tp.size:
         logits_TV = all_to_all(logits_TV, peers(own, tp), shape=(tokens, vocabulary // tp.size))
-        return sample(all_gather(logits_TV, tp, axis=1))
-    ids_T = sample(all_gather(logits_TV, own, axis=1))
-    return join_tokens(ids_T, peers(own, tp), tokens)
+        logits_TV = all_gather(logits_TV, tp, axis=1)
+        return logits_TV, sample(logits_TV)
+    logits_TV = all_gather(logits_TV, own, axis=1)
+    ids_T = sample(logits_TV)
+    return (logits_TV, ids_T) if own.size == tp.size else (None, join_tokens(ids_T, peers(own, tp), tokens))

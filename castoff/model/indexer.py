@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from castoff.dims import minimum
-from castoff.model.inputs import AbstractCaches, StepInputs
+from castoff.model.inputs import CacheSource, StepInputs
 from castoff.model.setup import Setup
 from castoff.ops.collectives import all_gather
 from castoff.ops.dsa_indexer import IndexerSizes, IndexerWeights, dsa_indexer, indexer_key_write, merge_topk
 from castoff.ops.linear import Weight
-from castoff.ops.program import Abstract
+from castoff.ops.program import Tensor
 
 
 def index_tokens(
     setup: Setup,
     weights: Mapping[str, Weight],
-    caches: AbstractCaches,
+    caches: CacheSource,
     inputs: StepInputs,
     layer: int,
-    normed_TD: Abstract,
-    qa_normed_TQ: Abstract,
-    topk_TK: Abstract | None,
+    normed_TD: Tensor,
+    qa_normed_TQ: Tensor,
+    topk_TK: Tensor | None,
     *,
     indexer: str,
-) -> Abstract | None:
+) -> Tensor | None:
     """Top-k ids that this layer's attention uses; None for dense attention. See `attention` for `indexer`."""
     if indexer == "none":
         return None
@@ -48,7 +48,8 @@ def index_tokens(
     ids_TC = all_gather(local_TK, setup.mesh.dcp, axis=1)
     scores_TC = all_gather(scores_TK, setup.mesh.dcp, axis=1)
     assert setup.topk_limit is not None
-    return merge_topk(scores_TC, ids_TC, minimum(setup.topk_limit, inputs.lengths.longest))
+    longest = ids_TC.shape[1] if inputs.lengths is None else inputs.lengths.longest
+    return merge_topk(scores_TC, ids_TC, minimum(setup.topk_limit, longest))
 
 
 def _weights(weights: Mapping[str, Weight]) -> IndexerWeights:
@@ -64,6 +65,7 @@ def _sizes(setup: Setup) -> IndexerSizes:
         head_dim=indexer.index_head_dim,
         qk_rope_head_dim=setup.model.qk_rope_head_dim,
         topk_limit=indexer.index_topk,
+        rope_interleave=indexer.rope_interleave,
         cache=setup.cache,
         shards=setup.mesh.dcp.size,
     )

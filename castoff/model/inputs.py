@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from castoff.dims import Dim, ceil_div
 from castoff.model.setup import Setup
 from castoff.ops.lengths import Lengths
-from castoff.ops.program import Abstract, Recorder
+from castoff.ops.program import Abstract, Recorder, Tensor
 
 KV_BLOCK_TOKENS = 128
 
@@ -16,17 +17,29 @@ KV_BLOCK_TOKENS = 128
 class StepInputs:
     """Tensors of one forward call. Axes: T tokens, B requests, P rope dims.
 
+    Requests bring equally many tokens each where the tensors are real: T = B · S, the S last tokens of every request.
+    lengths: what a cast needs; None where the tensors are real.
     busy_ranks: tokens of all attention-DP ranks over those of this one.
     """
 
-    ids_T: Abstract
-    cos_TP: Abstract
-    sin_TP: Abstract
-    slot_mapping_T: Abstract
-    block_tables: Abstract
-    seq_lens_B: Abstract
-    lengths: Lengths
-    busy_ranks: Dim
+    ids_T: Tensor
+    cos_TP: Tensor
+    sin_TP: Tensor
+    slot_mapping_T: Tensor
+    block_tables: Tensor
+    seq_lens_B: Tensor
+    lengths: Lengths | None
+    busy_ranks: Dim = 1
+
+    @property
+    def tokens(self) -> Dim:
+        """T."""
+        return self.ids_T.shape[0]  # type: ignore[no-any-return]
+
+    @property
+    def requests(self) -> Dim:
+        """B."""
+        return self.seq_lens_B.shape[0]  # type: ignore[no-any-return]
 
 
 def abstract_inputs(setup: Setup, lengths: Lengths, busy_ranks: Dim, recorder: Recorder) -> StepInputs:
@@ -44,6 +57,16 @@ def abstract_inputs(setup: Setup, lengths: Lengths, busy_ranks: Dim, recorder: R
         lengths=lengths,
         busy_ranks=busy_ranks,
     )
+
+
+class CacheSource(Protocol):
+    """Where a decoder finds the caches of a layer, abstract or real."""
+
+    def latent(self, layer: int) -> Tensor:
+        """Latent rows."""
+
+    def indexer(self, layer: int) -> Tensor:
+        """Indexer keys; full layers only."""
 
 
 class AbstractCaches:

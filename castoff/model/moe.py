@@ -30,12 +30,12 @@ from castoff.ops.moe import (
     swiglu,
 )
 from castoff.ops.norm import add
-from castoff.ops.program import Abstract
+from castoff.ops.program import Tensor, on_stream
 
 SHARED_EXPERT_STREAM = "shared_expert"
 
 
-def dense_mlp(setup: Setup, weights: Weights, normed_TD: Abstract, tokens: Dim) -> Abstract:
+def dense_mlp(setup: Setup, weights: Weights, normed_TD: Tensor, tokens: Dim) -> Tensor:
     """down(swiglu(gate_up(x))) over whole tokens; returns whole or split tokens."""
     mesh = setup.mesh
     x_TD = gather_tokens(normed_TD, mesh.mlp_tp, mesh.tp)
@@ -51,38 +51,38 @@ def dense_mlp(setup: Setup, weights: Weights, normed_TD: Abstract, tokens: Dim) 
     )
 
 
-def moe(setup: Setup, weights: Weights, inputs: StepInputs, normed_TD: Abstract) -> Abstract:
+def moe(setup: Setup, weights: Weights, inputs: StepInputs, normed_TD: Tensor) -> Tensor:
     """Routed and shared experts. Takes whole tokens, or split ones under sequence parallelism; returns the same."""
     if setup.mesh.ep.size == 1:
         return _tensor_parallel_moe(setup, weights, inputs, normed_TD)
     return _expert_parallel_moe(setup, weights, inputs, normed_TD)
 
 
-def _tensor_parallel_moe(setup: Setup, weights: Weights, inputs: StepInputs, normed_TD: Abstract) -> Abstract:
-    mesh, tokens = setup.mesh, inputs.lengths.tokens
+def _tensor_parallel_moe(setup: Setup, weights: Weights, inputs: StepInputs, normed_TD: Tensor) -> Tensor:
+    mesh, tokens = setup.mesh, inputs.tokens
     own = mesh.moe_tp
     whole_TD = join_tokens(normed_TD, mesh.tp, tokens) if setup.sequence_parallel else normed_TD
     x_TD = gather_tokens(whole_TD, own, mesh.tp)
     shared_TD = _shared_expert(setup, weights, x_TD)
     weights_TK, experts_TK = _route(setup, weights, x_TD)
-    rows_RD = moe_permute(x_TD, experts_TK)
-    rows_RD = _experts(setup, weights, rows_RD, tokens=_group_tokens(setup, inputs))
-    partial_TD = _with_shared(moe_unpermute(rows_RD, weights_TK), shared_TD)
+    rows_RD, order_R, counts_E = moe_permute(x_TD, experts_TK, setup.model.moe.n_routed_experts)
+    rows_RD = _experts(setup, weights, rows_RD, counts_E, tokens=_group_tokens(setup, inputs))
+    partial_TD = _with_shared(moe_unpermute(rows_RD, weights_TK, order_R), shared_TD)
     return reduce_tokens(partial_TD, own, mesh.tp, tokens, split=setup.sequence_parallel)
 
 
-def _expert_parallel_moe(setup: Setup, weights: Weights, inputs: StepInputs, normed_TD: Abstract) -> Abstract:
-    mesh, tokens = setup.mesh, inputs.lengths.tokens
+def _expert_parallel_moe(setup: Setup, weights: Weights, inputs: StepInputs, normed_TD: Tensor) -> Tensor:
+    mesh, tokens = setup.mesh, inputs.tokens
     x_TD = normed_TD if setup.sequence_parallel else split_tokens(normed_TD, mesh.tp.size)
     shared_over_tp = mesh.parallel.enable_shared_expert_tp
     shared_input_TD = normed_TD if shared_over_tp and not setup.sequence_parallel else x_TD
     if shared_over_tp and setup.sequence_parallel:
         shared_input_TD = join_tokens(x_TD, mesh.tp, tokens)
     weights_TK, experts_TK = _route(setup, weights, x_TD)
-    rows_RD, shared_TD = _dispatch_compute_combine(
-        setup, weights, moe_permute(x_TD, experts_TK), shared_input_TD, _group_tokens(setup, inputs)
-    )
-    routed_TD = moe_unpermute(rows_RD, weights_TK)
+    rows_RD, order_R, counts_E = moe_permute(x_TD, experts_TK, setup.model.moe.n_routed_experts)
+    group_tokens = _group_tokens(setup, inputs)
+    rows_RD, shared_TD = _dispatch_compute_combine(setup, weights, rows_RD, counts_E, shared_input_TD, group_tokens)
+    routed_TD = moe_unpermute(rows_RD, weights_TK, order_R)
     split = setup.sequence_parallel
     if shared_over_tp and shared_TD is not None:
         shared_TD = reduce_scatter(shared_TD, mesh.tp) if split else all_reduce(shared_TD, mesh.tp)
@@ -92,8 +92,8 @@ def _expert_parallel_moe(setup: Setup, weights: Weights, inputs: StepInputs, nor
 
 
 def _dispatch_compute_combine(
-    setup: Setup, weights: Weights, rows_RD: Abstract, shared_input_TD: Abstract, group_tokens: Dim
-) -> tuple[Abstract, Abstract | None]:
+    setup: Setup, weights: Weights, rows_RD: Tensor, counts_E: Tensor, shared_input_TD: Tensor, group_tokens: Dim
+) -> tuple[Tensor, Tensor | None]:
     """Send rows (R, D) to the experts' ranks, compute there, bring the results back; the shared expert's output too.
 
     group_tokens: tokens that choose among the experts of this rank's group.
@@ -113,7 +113,7 @@ def _dispatch_compute_combine(
         return dispatch_ffn_combine(rows_RD, gate_up, down, touched, local_rows, mesh.ep), shared_TD
     sent_RD = all_to_all(rows_RD, mesh.ep, shape=(local_rows, hidden))
     shared_TD = _shared_expert(setup, weights, shared_input_TD)
-    out_RD = _experts(setup, weights, all_gather(sent_RD, mesh.moe_tp), tokens=group_tokens)
+    out_RD = _experts(setup, weights, all_gather(sent_RD, mesh.moe_tp), counts_E, tokens=group_tokens)
     return all_to_all(reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape), shared_TD
 
 
@@ -122,7 +122,7 @@ def _group_tokens(setup: Setup, inputs: StepInputs) -> Dim:
 
     The ranks of its ep and moe_tp groups bring theirs; ranks of one TP group bring the same tokens, once.
     """
-    mesh, own = setup.mesh, inputs.lengths.tokens
+    mesh, own = setup.mesh, inputs.tokens
     ranks = mesh.ep.size * mesh.moe_tp.size
     if ranks <= mesh.tp.size:
         return own * (ranks / mesh.tp.size)
@@ -140,16 +140,16 @@ def _local_rows(setup: Setup, group_tokens: Dim) -> Dim:
     return minimum(mean * mesh.parallel.expert_load_imbalance, most)
 
 
-def _experts(setup: Setup, weights: Weights, rows_RD: Abstract, *, tokens: Dim) -> Abstract:
+def _experts(setup: Setup, weights: Weights, rows_RD: Tensor, counts_E: Tensor, *, tokens: Dim) -> Tensor:
     """The two grouped products on this rank's rows; `tokens` is how many chose experts."""
     gate_up, down = weights["mlp.experts.gate_up_proj"], weights["mlp.experts.down_proj"]
     touched = _touched(setup, tokens)
     rows_RD = quantize(rows_RD, gate_up)
     if "grouped_matmul_swiglu" in setup.fusions:
-        hidden_RI = grouped_matmul_swiglu(rows_RD, gate_up, touched)
+        hidden_RI = grouped_matmul_swiglu(rows_RD, gate_up, counts_E, touched)
     else:
-        hidden_RI = quantize(swiglu(grouped_matmul(rows_RD, gate_up, touched)), down)
-    return grouped_matmul(hidden_RI, down, touched)
+        hidden_RI = quantize(swiglu(grouped_matmul(rows_RD, gate_up, counts_E, touched)), down)
+    return grouped_matmul(hidden_RI, down, counts_E, touched)
 
 
 def _touched(setup: Setup, tokens: Dim) -> Dim:
@@ -159,32 +159,30 @@ def _touched(setup: Setup, tokens: Dim) -> Dim:
     )
 
 
-def _route(setup: Setup, weights: Weights, x_TD: Abstract) -> tuple[Abstract, Abstract]:
-    moe_spec = setup.model.moe
+def _route(setup: Setup, weights: Weights, x_TD: Tensor) -> tuple[Tensor, Tensor]:
     return moe_gate(
         x_TD,
         weights["mlp.gate"],
         weights["mlp.gate.e_score_correction_bias"],
-        experts_per_token=moe_spec.num_experts_per_tok,
-        groups=moe_spec.n_group,
+        setup.model.moe,
         # An external shared expert is one more expert of every token.
         appended=1 if setup.mesh.shared_expert_ranks else 0,
     )
 
 
-def _shared_expert(setup: Setup, weights: Weights, x_TD: Abstract) -> Abstract | None:
+def _shared_expert(setup: Setup, weights: Weights, x_TD: Tensor) -> Tensor | None:
     if setup.model.moe.n_shared_experts == 0 or setup.mesh.shared_expert_ranks:
         return None
     if not setup.multistream:
         return _shared_mlp(weights, x_TD)
-    with x_TD.recorder.on_stream(SHARED_EXPERT_STREAM):
+    with on_stream(x_TD, SHARED_EXPERT_STREAM):
         return _shared_mlp(weights, x_TD)
 
 
-def _shared_mlp(weights: Weights, x_TD: Abstract) -> Abstract:
+def _shared_mlp(weights: Weights, x_TD: Tensor) -> Tensor:
     gate_up: Weight = weights["mlp.shared_experts.gate_up_proj"]
     return linear(swiglu(linear(x_TD, gate_up)), weights["mlp.shared_experts.down_proj"])
 
 
-def _with_shared(routed_TD: Abstract, shared_TD: Abstract | None) -> Abstract:
+def _with_shared(routed_TD: Tensor, shared_TD: Tensor | None) -> Tensor:
     return routed_TD if shared_TD is None else add(routed_TD, shared_TD)

@@ -17,7 +17,7 @@ from castoff.ops.collectives import (
     split_tokens,
 )
 from castoff.ops.linear import Weight, linear, quantize
-from castoff.ops.program import Abstract
+from castoff.ops.program import Tensor
 from castoff.spec.mesh import Group
 
 
@@ -28,19 +28,19 @@ def peers(own: Group, tp: Group) -> Group:
     return Group(f"{own.name}_peers", tp.size // own.size, own.size)
 
 
-def gather_tokens(x_TD: Abstract, own: Group, tp: Group) -> Abstract:
+def gather_tokens(x_TD: Tensor, own: Group, tp: Group) -> Tensor:
     """Whole (T, D) to what a rank of `own` works on: (T·m/tp, D)."""
     if own.size >= tp.size:
         return all_gather(x_TD, peers(own, tp))
     return split_tokens(x_TD, tp.size // own.size)
 
 
-def join_tokens(x_TD: Abstract, group: Group, tokens: Dim) -> Abstract:
+def join_tokens(x_TD: Tensor, group: Group, tokens: Dim) -> Tensor:
     """Pieces of `group` to `tokens` tokens; the padding of the last piece is dropped."""
     return all_gather(x_TD, group).view(tokens, *x_TD.shape[1:])
 
 
-def reduce_tokens(partial_TD: Abstract, own: Group, tp: Group, tokens: Dim, *, split: bool) -> Abstract:
+def reduce_tokens(partial_TD: Tensor, own: Group, tp: Group, tokens: Dim, *, split: bool) -> Tensor:
     """Partial sums (T·m/tp, D) over `own` to whole (T, D) with T = `tokens`, or to split (T/tp, D)."""
     if own.size > tp.size:
         mine_TD = reduce_scatter(partial_TD, own)
@@ -52,8 +52,8 @@ def reduce_tokens(partial_TD: Abstract, own: Group, tp: Group, tokens: Dim, *, s
 
 
 def project_and_reduce(
-    x_TI: Abstract, weight: Weight, own: Group, tp: Group, tokens: Dim, *, split: bool, fused: bool
-) -> Abstract:
+    x_TI: Tensor, weight: Weight, own: Group, tp: Group, tokens: Dim, *, split: bool, fused: bool
+) -> Tensor:
     """A row-split linear layer over `own`, its partial sums reduced to whole or split tokens.
 
     fused: use one kernel for product and all-reduce where the pattern is that plain.
@@ -63,7 +63,7 @@ def project_and_reduce(
     return reduce_tokens(linear(x_TI, weight), own, tp, tokens, split=split)
 
 
-def exchange_heads(x_TI: Abstract, own: Group, tp: Group) -> Abstract:
+def exchange_heads(x_TI: Tensor, own: Group, tp: Group) -> Tensor:
     """Heads of this TP rank for its T tokens, (T, I), to the inputs of the o_proj group: (T·m/tp, I·tp/m)."""
     if own.size == tp.size:
         return x_TI

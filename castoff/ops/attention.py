@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import lazy_loader as lazy
+
 from castoff.dims import Dim
+from castoff.ops.dsa_indexer import gather_request_rows, visible_positions
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
-from castoff.ops.program import Abstract, Op, OpCall, Shapes
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Part, Work
+
+torch = lazy.load("torch")
 
 # Scale, max, subtract, exponent and sum per score.
 SOFTMAX_OPERATIONS = 5
@@ -107,25 +112,71 @@ def _work(call: OpCall) -> Work:
     return _expanded_work(call) if dense_prefill else _absorbed_work(call)
 
 
-SPARSE = Op("multihead_latent_attention", "sparse_attention", _shapes, _work)
+# Rows of one score matrix at most: bounds scratch memory to a few hundred MiB at 64 heads.
+_SCORE_ELEMENTS = 2**26
+
+
+def _reference(
+    q_THX: Tensor, kv_cache: Tensor, topk_TK: Tensor | None, block_tables: Tensor, seq_lens_B: Tensor, kv_b_XR: Tensor,
+    *, kv_b: Weight, sizes: AttentionSizes, lengths: Lengths | None, phase: str,
+) -> tuple[Tensor]:  # fmt: skip
+    tokens, requests = q_THX.shape[0], seq_lens_B.shape[0]
+    queries = tokens // requests
+    w_uk_HNR, w_uv_HVR = kv_b_XR.view(sizes.heads, -1, sizes.kv_lora_rank).split(
+        [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=1
+    )
+    q_nope, q_rope = q_THX.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=-1)
+    q_latent_THR = torch.cat([torch.einsum("thn,hnr->thr", q_nope, w_uk_HNR), q_rope], dim=-1)
+    rows_BLX = gather_request_rows(kv_cache, block_tables)
+    allowed_BSL = visible_positions(seq_lens_B, queries, rows_BLX.shape[1])
+    if topk_TK is not None:
+        allowed_BSL = allowed_BSL & selected_positions(topk_TK.view(requests, queries, -1), rows_BLX.shape[1])
+    q_BSHX = q_latent_THR.view(requests, queries, sizes.heads, -1)
+    step = max(1, _SCORE_ELEMENTS // (requests * sizes.heads * rows_BLX.shape[1]))
+    pieces = [
+        _attend(q_BSHX[:, start : start + step], rows_BLX, allowed_BSL[:, start : start + step], sizes)
+        for start in range(0, queries, step)
+    ]
+    out_THR = torch.cat(pieces, dim=1).reshape(tokens, sizes.heads, sizes.kv_lora_rank)
+    return (torch.einsum("thr,hvr->thv", out_THR, w_uv_HVR).contiguous(),)
+
+
+def _attend(q_BSHX: Tensor, rows_BLX: Tensor, allowed_BSL: Tensor, sizes: AttentionSizes) -> Tensor:
+    """Softmax over the allowed rows, at no less than fp32, and the weighted sum of their latents: (B, S, H, R)."""
+    scores = torch.einsum("bshx,blx->bshl", q_BSHX, rows_BLX) * sizes.softmax_scale
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    wide = wide.masked_fill(~allowed_BSL[:, :, None], -torch.inf)
+    # A padded request sees nothing: its result is zero, not NaN.
+    weights = wide.softmax(dim=-1).nan_to_num_(0.0).to(scores.dtype)
+    return torch.einsum("bshl,blr->bshr", weights, rows_BLX[..., : sizes.kv_lora_rank])
+
+
+def selected_positions(topk_BSK: Tensor, columns: int) -> Tensor:
+    """Which of `columns` positions are among the ids, −1 for none: (B, S, L)."""
+    chosen = torch.zeros(*topk_BSK.shape[:2], columns + 1, dtype=torch.bool, device=topk_BSK.device)
+    ids = torch.where(topk_BSK < 0, columns, topk_BSK).long()
+    return chosen.scatter_(-1, ids, True)[..., :columns]
+
+
+SPARSE = Op("multihead_latent_attention", "sparse_attention", _shapes, _work, _reference)
 SPARSE_QUANT = Op("multihead_latent_attention_quant", "sparse_attention", _shapes, _work)
-DENSE = Op("multihead_latent_attention", "dense_attention", _shapes, _work)
+DENSE = Op("multihead_latent_attention", "dense_attention", _shapes, _work, _reference)
 DENSE_QUANT = Op("multihead_latent_attention_quant", "dense_attention", _shapes, _work)
 
 
 def multihead_latent_attention(
-    q_THX: Abstract,
-    kv_cache: Abstract,
-    topk_TK: Abstract | None,
-    block_tables: Abstract,
-    seq_lens_B: Abstract,
+    q_THX: Tensor,
+    kv_cache: Tensor,
+    topk_TK: Tensor | None,
+    block_tables: Tensor,
+    seq_lens_B: Tensor,
     kv_b: Weight,
     sizes: AttentionSizes,
-    lengths: Lengths,
+    lengths: Lengths | None,
     *,
     phase: str,
     quantized: bool,
-) -> tuple[Abstract, ...]:
+) -> tuple[Tensor, ...]:
     """Latent attention over the selected rows (sparse) or all visible ones (dense).
 
         q_latent = q_nope · W_uk                     per head, (T, H, R); W_uk, W_uv are the two halves of kv_b
@@ -190,17 +241,17 @@ ABSORB_QUERY = Op("absorb_query", "matmul", _absorb_shapes, _absorb_work)
 EXPAND_VALUE = Op("expand_value", "matmul", _expand_shapes, _expand_work)
 
 
-def absorb_query(q_THX: Abstract, kv_b: Weight, sizes: AttentionSizes) -> Abstract:
+def absorb_query(q_THX: Tensor, kv_b: Weight, sizes: AttentionSizes) -> Tensor:
     """(q_nope · W_uk, q_rope) per head, (T, H, R + P): a query that several ranks can score against their rows."""
     return ABSORB_QUERY(q_THX, kv_b.values, sizes=sizes, kv_b=kv_b)[0]
 
 
-def expand_value(out_THR: Abstract, kv_b: Weight, sizes: AttentionSizes) -> Abstract:
+def expand_value(out_THR: Tensor, kv_b: Weight, sizes: AttentionSizes) -> Tensor:
     """Latent results (T, H, R) of whole softmaxes to values: out · W_uv, (T, H, V)."""
     return EXPAND_VALUE(out_THR, kv_b.values, sizes=sizes, kv_b=kv_b)[0]
 
 
-def rescale_shard(out_THR: Abstract, lse_TH: Abstract, every_lse_TX: Abstract) -> Abstract:
+def rescale_shard(out_THR: Tensor, lse_TH: Tensor, every_lse_TX: Tensor) -> Tensor:
     """A rank's latent result times exp(its lse − the lse of all ranks), so that the ranks' results add up.
 
     every_lse_TX: the lse of every rank, (T, ranks · H). Returns (T, H, R).

@@ -8,7 +8,7 @@ from __future__ import annotations
 from castoff.dims import Dim, ceil_div, maximum
 from castoff.ops.linear import Weight, product_part
 from castoff.ops.moe import SWIGLU_OPERATIONS, grouped_part
-from castoff.ops.program import Abstract, Op, OpCall, Shapes
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Collective, CollectiveKind, Part, Work
 from castoff.spec.mesh import Group
 
@@ -32,12 +32,12 @@ ALL_TO_ALL = Op("all_to_all", "collective", _same, _work)
 SEND_RECV = Op("send_recv", "collective", _same, _work)
 
 
-def all_reduce(x: Abstract, group: Group) -> Abstract:
+def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum over the group, on every rank."""
     return x if group.size == 1 else ALL_REDUCE(x, group=group)[0]
 
 
-def all_gather(x: Abstract, group: Group, *, axis: int = 0) -> Abstract:
+def all_gather(x: Tensor, group: Group, *, axis: int = 0) -> Tensor:
     """Pieces of the group's ranks joined along an axis."""
     if group.size == 1:
         return x
@@ -46,24 +46,24 @@ def all_gather(x: Abstract, group: Group, *, axis: int = 0) -> Abstract:
     return ALL_GATHER(x, group=group, shape=tuple(shape))[0]
 
 
-def reduce_scatter(x: Abstract, group: Group) -> Abstract:
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """Sum over the group; every rank keeps its piece of the first axis (padded to a whole number of pieces)."""
     if group.size == 1:
         return x
     return REDUCE_SCATTER(x, group=group, shape=(ceil_div(x.shape[0], group.size), *x.shape[1:]))[0]
 
 
-def all_to_all(x: Abstract, group: Group, *, shape: tuple[Dim, ...]) -> Abstract:
+def all_to_all(x: Tensor, group: Group, *, shape: tuple[Dim, ...]) -> Tensor:
     """Every rank sends a piece of x to every other; `shape` is what one rank holds afterwards."""
     return x.view(*shape) if group.size == 1 else ALL_TO_ALL(x, group=group, shape=shape)[0]
 
 
-def send_recv(x: Abstract, group: Group) -> Abstract:
+def send_recv(x: Tensor, group: Group) -> Tensor:
     """x, handed to the next pipeline stage."""
     return SEND_RECV(x, group=group)[0]
 
 
-def split_tokens(x: Abstract, ranks: int) -> Abstract:
+def split_tokens(x: Tensor, ranks: int) -> Tensor:
     """This rank's piece of the first axis: a view, nothing moves."""
     return x if ranks == 1 else x.view(ceil_div(x.shape[0], ranks), *x.shape[1:])
 
@@ -82,7 +82,7 @@ def _matmul_all_reduce_work(call: OpCall) -> Work:
 MATMUL_ALL_REDUCE = Op("matmul_all_reduce", "matmul", _matmul_all_reduce_shapes, _matmul_all_reduce_work)
 
 
-def matmul_all_reduce(x_TI: Abstract, weight: Weight, group: Group) -> Abstract:
+def matmul_all_reduce(x_TI: Tensor, weight: Weight, group: Group) -> Tensor:
     """all_reduce(linear(x, weight)) in one kernel that sends tiles as they are done; x is in the weight's format."""
     return MATMUL_ALL_REDUCE(x_TI, weight.values, weight=weight, group=group)[0]
 
@@ -124,8 +124,8 @@ DISPATCH_FFN_COMBINE = Op(
 
 
 def dispatch_ffn_combine(
-    rows_RD: Abstract, gate_up: Weight, down: Weight, touched: Dim, local_rows: Dim, group: Group
-) -> Abstract:
+    rows_RD: Tensor, gate_up: Weight, down: Weight, touched: Dim, local_rows: Dim, group: Group
+) -> Tensor:
     """Dispatch, the experts' two products with SwiGLU between, and combine, in one kernel that overlaps them.
 
     rows_RD: this rank's token copies (R, D) in expert order; local_rows: rows that its experts receive. Returns (R, D).

@@ -8,14 +8,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import lazy_loader as lazy
+
 from castoff.dims import Dim, ceil_div, minimum
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
-from castoff.ops.mlapo import ROPE_OPERATIONS
-from castoff.ops.program import Abstract, Op, OpCall, Shapes
+from castoff.ops.mlapo import ROPE_OPERATIONS, rotate_half_split, rotate_interleaved, write_rows
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Part, Work
 from castoff.spec.quant import CacheFormat
 
+torch = lazy.load("torch")
+
+K_NORM_EPS = 1e-6
 # A radix selection over 32-bit keys looks at every score once per 8-bit digit.
 TOPK_PASSES = 4
 
@@ -45,6 +50,7 @@ class IndexerSizes:
     head_dim: int
     qk_rope_head_dim: int
     topk_limit: int
+    rope_interleave: bool
     cache: CacheFormat
     shards: int = 1
 
@@ -123,23 +129,85 @@ def _projection(name: str, x_TI: Abstract, weight: Weight, *, reads_input: bool)
     return Part(name, flops, weight.matrix_dtype, bytes=weight.bytes + (x_TI.bytes if reads_input else 0))
 
 
-DSA_INDEXER = Op("dsa_indexer", "indexer", _shapes, _work)
-INDEXER_KEY_WRITE = Op("indexer_key_write", "indexer", _key_write_shapes, _key_write_work)
+def _reference(
+    hidden_TD: Tensor, qa_TQ: Tensor, cos_TP: Tensor, sin_TP: Tensor, indexer_cache: Tensor, slot_mapping_T: Tensor,
+    block_tables: Tensor, seq_lens_B: Tensor, wq_b: Tensor, wk: Tensor, weights_proj: Tensor, k_norm: Tensor,
+    k_norm_bias: Tensor, *, weights: IndexerWeights, sizes: IndexerSizes, lengths: Lengths | None,
+) -> tuple[Tensor]:  # fmt: skip
+    tokens, requests = hidden_TD.shape[0], seq_lens_B.shape[0]
+    write_rows(indexer_cache, slot_mapping_T, _keys(hidden_TD, cos_TP, sin_TP, wk, k_norm, k_norm_bias, sizes))
+    q_THE = torch.nn.functional.linear(qa_TQ, wq_b).view(tokens, sizes.heads, sizes.head_dim)
+    q_THE = _rotate(q_THE, cos_TP, sin_TP, sizes)
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+    head_weights_TH = torch.nn.functional.linear(hidden_TD, weights_proj).to(wide) * sizes.heads**-0.5
+    keys_BLE = gather_request_rows(indexer_cache, block_tables).to(wide)
+    per_request = (requests, tokens // requests)
+    q_BSHE = q_THE.to(wide).view(*per_request, sizes.heads, sizes.head_dim)
+    scores_BSHL = torch.einsum("bshe,ble->bshl", q_BSHE, keys_BLE) * sizes.head_dim**-0.5
+    weights_BSH = head_weights_TH.view(*per_request, sizes.heads)
+    scores_BSL = torch.einsum("bsh,bshl->bsl", weights_BSH, scores_BSHL.relu_())
+    visible_BSL = visible_positions(seq_lens_B, per_request[1], scores_BSL.shape[-1])
+    scores_BSL = scores_BSL.masked_fill(~visible_BSL, -torch.inf)
+    width = min(sizes.topk_limit, int(seq_lens_B.max()))
+    # A stable sort: among equal scores the lowest id comes first.
+    best, ids_BSK = scores_BSL.sort(dim=-1, descending=True, stable=True)
+    ids_BSK = ids_BSK[..., :width].masked_fill(best[..., :width] == -torch.inf, -1)
+    return (ids_BSK.reshape(tokens, width).to(torch.int32),)
+
+
+def _key_write_reference(
+    hidden_TD: Tensor, cos_TP: Tensor, sin_TP: Tensor, indexer_cache: Tensor, slot_mapping_T: Tensor, wk: Tensor,
+    k_norm: Tensor, k_norm_bias: Tensor, *, weights: IndexerWeights, sizes: IndexerSizes,
+) -> tuple[()]:  # fmt: skip
+    write_rows(indexer_cache, slot_mapping_T, _keys(hidden_TD, cos_TP, sin_TP, wk, k_norm, k_norm_bias, sizes))
+    return ()
+
+
+def _keys(
+    hidden_TD: Tensor, cos_TP: Tensor, sin_TP: Tensor, wk: Tensor, k_norm: Tensor, k_norm_bias: Tensor,
+    sizes: IndexerSizes,
+) -> Tensor:  # fmt: skip
+    key_TE = torch.nn.functional.linear(hidden_TD, wk)
+    key_TE = torch.nn.functional.layer_norm(key_TE, (sizes.head_dim,), k_norm, k_norm_bias, K_NORM_EPS)
+    return _rotate(key_TE, cos_TP, sin_TP, sizes)
+
+
+def _rotate(x_TXE: Tensor, cos_TP: Tensor, sin_TP: Tensor, sizes: IndexerSizes) -> Tensor:
+    """The first qk_rope_head_dim values of every index head are rotated, the others pass."""
+    rope, plain = x_TXE.split([sizes.qk_rope_head_dim, sizes.head_dim - sizes.qk_rope_head_dim], dim=-1)
+    rotate = rotate_interleaved if sizes.rope_interleave else rotate_half_split
+    return torch.cat([rotate(rope, cos_TP, sin_TP), plain], dim=-1)
+
+
+def gather_request_rows(cache: Tensor, block_tables: Tensor) -> Tensor:
+    """All rows that each request's block table names, (B, blocks · block tokens, X); unused blocks repeat block 0."""
+    rows = cache[block_tables.clamp(min=0)]
+    return rows.view(block_tables.shape[0], -1, cache.shape[-1])
+
+
+def visible_positions(seq_lens_B: Tensor, queries: int, columns: int) -> Tensor:
+    """Which of `columns` positions each of the last `queries` tokens of a request sees: (B, S, L)."""
+    own_BS = seq_lens_B[:, None] - queries + torch.arange(queries, device=seq_lens_B.device)
+    return torch.arange(columns, device=seq_lens_B.device) <= own_BS[..., None]
+
+
+DSA_INDEXER = Op("dsa_indexer", "indexer", _shapes, _work, _reference)
+INDEXER_KEY_WRITE = Op("indexer_key_write", "indexer", _key_write_shapes, _key_write_work, _key_write_reference)
 
 
 def dsa_indexer(
-    hidden_TD: Abstract,
-    qa_normed_TQ: Abstract,
-    cos_TP: Abstract,
-    sin_TP: Abstract,
-    indexer_cache: Abstract,
-    slot_mapping_T: Abstract,
-    block_tables: Abstract,
-    seq_lens_B: Abstract,
+    hidden_TD: Tensor,
+    qa_normed_TQ: Tensor,
+    cos_TP: Tensor,
+    sin_TP: Tensor,
+    indexer_cache: Tensor,
+    slot_mapping_T: Tensor,
+    block_tables: Tensor,
+    seq_lens_B: Tensor,
     weights: IndexerWeights,
     sizes: IndexerSizes,
-    lengths: Lengths,
-) -> tuple[Abstract, ...]:
+    lengths: Lengths | None,
+) -> tuple[Tensor, ...]:
     """Ids of the cached tokens that each query attends to.
 
         q_h = rotate(qa · wq_bᵀ)_h;  k = rotate(layer_norm(hidden · wkᵀ));  indexer_cache[slot_mapping] = k
@@ -160,11 +228,11 @@ def dsa_indexer(
 
 
 def indexer_key_write(
-    hidden_TD: Abstract,
-    cos_TP: Abstract,
-    sin_TP: Abstract,
-    indexer_cache: Abstract,
-    slot_mapping_T: Abstract,
+    hidden_TD: Tensor,
+    cos_TP: Tensor,
+    sin_TP: Tensor,
+    indexer_cache: Tensor,
+    slot_mapping_T: Tensor,
     weights: IndexerWeights,
     sizes: IndexerSizes,
 ) -> None:
@@ -188,6 +256,6 @@ def _merge_work(call: OpCall) -> Work:
 MERGE_TOPK = Op("merge_topk", "indexer", _merge_shapes, _merge_work)
 
 
-def merge_topk(scores_TC: Abstract, ids_TC: Abstract, topk: Dim) -> Abstract:
+def merge_topk(scores_TC: Tensor, ids_TC: Tensor, topk: Dim) -> Tensor:
     """Ids of the topk best among the candidates (T, C) that several ranks selected from their own keys."""
     return MERGE_TOPK(scores_TC, ids_TC, topk=topk)[0]

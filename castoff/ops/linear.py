@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import lazy_loader as lazy
+
 from castoff.dims import Dim
-from castoff.ops.program import Abstract, Op, OpCall, Shapes
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor, dtype_name
 from castoff.ops.work import DTYPE_BYTES, Part, Work
 from castoff.spec.quant import LinearFormat
+
+torch = lazy.load("torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,7 @@ class Weight:
     values: (..., O, I). `format` is None for weights that are never quantised (bf16 or fp32).
     """
 
-    values: Abstract
+    values: Tensor
     scale_bytes: float = 0
     format: LinearFormat | None = None
 
@@ -28,6 +32,11 @@ class Weight:
     def bytes(self) -> float:
         """Values and scales."""
         return float(self.values.bytes) + self.scale_bytes
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether values are stored and multiplied as they are."""
+        return self.format is None or self.format.action == "DISABLED"
 
     @property
     def quantizes_activations(self) -> bool:
@@ -42,7 +51,7 @@ class Weight:
     @property
     def matrix_dtype(self) -> str:
         """The rate at which the product runs."""
-        return self.format.activation_dtype if self.format is not None else self.values.dtype
+        return self.format.activation_dtype if self.format is not None else dtype_name(self.values)
 
 
 def product_part(name: str, tokens_in: Abstract, weight: Weight, out_features: int, out_bytes: float = 2) -> Part:
@@ -87,7 +96,11 @@ def _linear_work(call: OpCall) -> Work:
     return Work((product_part("matmul", x_TI, call.attributes["weight"], out_features, out_bytes),))
 
 
-LINEAR = Op("linear", "matmul", _linear_shapes, _linear_work)
+def _linear_reference(x_TI: Tensor, weight_OI: Tensor, *, weight: Weight, dtype: str) -> tuple[Tensor]:
+    return (torch.nn.functional.linear(x_TI, weight_OI),)
+
+
+LINEAR = Op("linear", "matmul", _linear_shapes, _linear_work, _linear_reference)
 LINEAR_QUANT = Op("linear_quant", "matmul", _linear_shapes, _linear_work)
 
 
@@ -99,23 +112,23 @@ def sum_bytes(tensors: tuple[Abstract, ...]) -> Dim:
     return total
 
 
-def quantize(x_TI: Abstract, weight: Weight) -> Abstract:
+def quantize(x_TI: Tensor, weight: Weight) -> Tensor:
     """x in the number format that `weight` multiplies; x itself where it already is, or needs no quantisation.
 
     scale_t = max_i |x_ti| / largest value (dynamic) or a stored scale (static); q_ti = round(x_ti / scale_t).
     """
-    if not weight.quantizes_activations or x_TI.dtype == weight.matrix_dtype:
+    if not weight.quantizes_activations or dtype_name(x_TI) == weight.matrix_dtype:
         return x_TI
     assert weight.format is not None
     op = DYNAMIC_QUANTIZE if weight.format.dynamic else QUANTIZE
     return op(x_TI, format=weight.format)[0]
 
 
-def linear(x_TI: Abstract, weight: Weight, *, dtype: str = "bf16") -> Abstract:
+def linear(x_TI: Tensor, weight: Weight, *, dtype: str = "bf16") -> Tensor:
     """y_to = sum_i x_ti · W_oi, quantising x first where the weight's format asks for it.
 
     x_TI: (T, I). Returns (T, O) of `dtype`.
     """
     x_TI = quantize(x_TI, weight)
-    op = LINEAR if weight.format is None or weight.format.action == "DISABLED" else LINEAR_QUANT
+    op = LINEAR if weight.is_plain else LINEAR_QUANT
     return op(x_TI, weight.values, weight=weight, dtype=dtype)[0]

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import lazy_loader as lazy
 import numpy as np
 
 from castoff.dims import Dim
 from castoff.ops.linear import Weight
-from castoff.ops.program import Abstract, Op, OpCall, Shapes
+from castoff.ops.norm import rms_norm_reference
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Part, Work
+
+torch = lazy.load("torch")
 
 # cos·a − sin·b per rotated value.
 ROPE_OPERATIONS = 3
@@ -99,20 +103,76 @@ def _product(name: str, x_TI: Abstract, weight: Weight, *, reads_input: bool = T
     return Part(name, 2 * tokens * inputs * out_features, weight.matrix_dtype, bytes=moved)
 
 
-MLAPO = Op("mlapo", "matmul", _shapes, _work)
+def rotate_interleaved(x_TXP: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
+    """Rotate pairs (x_0, x_1), (x_2, x_3), … by the angles in the first half of cos and sin.
+
+    x: (T, …, P). Returns the first members of all pairs, then the second ones: only products of two vectors rotated
+    alike are meaningful.
+    """
+    cos, sin = _half_angles(x_TXP, cos_TP, sin_TP)
+    first, second = x_TXP[..., 0::2], x_TXP[..., 1::2]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def rotate_half_split(x_TXP: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
+    """Rotate pairs (x_0, x_P/2), (x_1, x_P/2+1), …; the result keeps their places."""
+    cos, sin = _half_angles(x_TXP, cos_TP, sin_TP)
+    first, second = x_TXP.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _half_angles(x_TXP: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> tuple[Tensor, Tensor]:
+    half = cos_TP.shape[-1] // 2
+    shape = (cos_TP.shape[0], *(1,) * (x_TXP.dim() - 2), half)
+    return cos_TP[:, :half].reshape(shape), sin_TP[:, :half].reshape(shape)
+
+
+def write_rows(cache: Tensor, slot_mapping_T: Tensor, rows_TX: Tensor) -> None:
+    """Store rows at their slots; cache is (blocks, block tokens, X).
+
+    A negative slot drops its row: it lands in the cache's last row, which no block table names.
+    """
+    flat = cache.view(-1, cache.shape[-1])
+    slots_T = torch.where(slot_mapping_T < 0, flat.shape[0] - 1, slot_mapping_T)
+    flat.index_copy_(0, slots_T, rows_TX.to(cache.dtype))
+
+
+def _reference(
+    hidden_TD: Tensor, cos_TP: Tensor, sin_TP: Tensor, slot_mapping_T: Tensor, kv_cache: Tensor,
+    q_a: Tensor, q_a_norm: Tensor, q_b: Tensor, kv_a: Tensor, kv_a_norm: Tensor,
+    *, weights: MlapoWeights, sizes: MlapoSizes, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    product = torch.nn.functional.linear
+    tokens = hidden_TD.shape[0]
+    if q_a is None:
+        qa_TQ, q_input = hidden_TD.new_empty(tokens, 0), hidden_TD
+    else:
+        (qa_TQ,) = rms_norm_reference(product(hidden_TD, q_a), q_a_norm, eps=eps)
+        q_input = qa_TQ
+    q_THX = product(q_input, q_b).view(tokens, sizes.heads, -1)
+    q_nope, q_rope = q_THX.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=-1)
+    latent_TR, key_TP = product(hidden_TD, kv_a).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
+    (latent_TR,) = rms_norm_reference(latent_TR, kv_a_norm, eps=eps)
+    key_TP = rotate_interleaved(key_TP, cos_TP, sin_TP)
+    write_rows(kv_cache, slot_mapping_T, torch.cat([latent_TR, key_TP], dim=-1))
+    q_THX = torch.cat([q_nope, rotate_interleaved(q_rope, cos_TP, sin_TP)], dim=-1)
+    return q_THX, latent_TR, key_TP, qa_TQ
+
+
+MLAPO = Op("mlapo", "matmul", _shapes, _work, _reference)
 MLAPO_QUANT = Op("mlapo_quant", "matmul", _shapes, _work)
 
 
 def mlapo(
-    hidden_TD: Abstract,
-    cos_TP: Abstract,
-    sin_TP: Abstract,
-    slot_mapping_T: Abstract,
-    kv_cache: Abstract,
+    hidden_TD: Tensor,
+    cos_TP: Tensor,
+    sin_TP: Tensor,
+    slot_mapping_T: Tensor,
+    kv_cache: Tensor,
     weights: MlapoWeights,
     sizes: MlapoSizes,
     eps: float,
-) -> tuple[Abstract, Abstract, Abstract, Abstract]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Low-rank q and kv projections, their norms, RoPE, and the write of the latent rows to the KV cache.
 
         qa          = rms_norm(hidden · q_aᵀ, q_a_norm, eps)
@@ -123,7 +183,7 @@ def mlapo(
     Returns q_states (T, H, N+P), kv_c_normed (T, R), k_rot (T, P), qa_normed (T, Q); Q is 0 without q_lora_rank.
     Mutates kv_cache. Quantised weights make it `mlapo_quant`, which quantises its activations itself.
     """
-    op = MLAPO if weights.q_b.format is None or weights.q_b.format.action == "DISABLED" else MLAPO_QUANT
+    op = MLAPO if weights.q_b.is_plain else MLAPO_QUANT
     q_states, kv_c_normed, k_rot, qa_normed = op(
         hidden_TD, cos_TP, sin_TP, slot_mapping_T, kv_cache, *_weight_tensors(weights),
         weights=weights, sizes=sizes, eps=eps,
@@ -131,6 +191,6 @@ def mlapo(
     return q_states, kv_c_normed, k_rot, qa_normed
 
 
-def _weight_tensors(weights: MlapoWeights) -> tuple[Abstract | None, ...]:
+def _weight_tensors(weights: MlapoWeights) -> tuple[Tensor | None, ...]:
     ordered = (weights.q_a, weights.q_a_norm, weights.q_b, weights.kv_a, weights.kv_a_norm)
     return tuple(None if weight is None else weight.values for weight in ordered)

@@ -5,10 +5,15 @@ Axes: T tokens, D hidden, E routed experts, K experts per token, R rows (token c
 
 from __future__ import annotations
 
+import lazy_loader as lazy
+
 from castoff.dims import Dim, minimum
 from castoff.ops.linear import Weight, sum_bytes
-from castoff.ops.program import Abstract, Op, OpCall, Shapes
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Part, Work
+from castoff.spec.model import MoeSpec
+
+torch = lazy.load("torch")
 
 # SiLU (4) and the product with the up half.
 SWIGLU_OPERATIONS = 5
@@ -19,7 +24,7 @@ def expected_experts_touched(tokens: Dim, experts: int, experts_per_token: int, 
     return local_experts * (1 - (1 - experts_per_token / experts) ** tokens)
 
 
-def _gate_shapes(x_TD: Abstract, *_: Abstract, experts_per_token: int, groups: int, appended: int) -> Shapes:
+def _gate_shapes(x_TD: Abstract, *_: Abstract, experts_per_token: int, appended: int, **__: object) -> Shapes:
     chosen = (x_TD.shape[0], experts_per_token + appended)
     return ((chosen, "fp32"), (chosen, "int32"))
 
@@ -38,12 +43,31 @@ def _gate_work(call: OpCall) -> Work:
     )
 
 
-MOE_GATE = Op("moe_gate", "moe_routing", _gate_shapes, _gate_work)
+def _gate_reference(
+    x_TD: Tensor, gate_ED: Tensor, bias_E: Tensor, *, experts_per_token: int, groups: int, chosen_groups: int,
+    scale: float, normalize: bool, appended: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    assert not appended, "external shared experts are cast only"
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    scores_TE = torch.nn.functional.linear(x_TD.to(wide), gate_ED.to(wide)).sigmoid()
+    choice_TE = scores_TE + bias_E.to(wide)
+    if groups > 1:
+        by_group = choice_TE.view(choice_TE.shape[0], groups, -1)
+        group_scores = by_group.topk(2, dim=-1).values.sum(dim=-1)
+        kept = torch.zeros_like(group_scores, dtype=torch.bool)
+        kept.scatter_(1, group_scores.topk(chosen_groups, dim=-1).indices, True)
+        choice_TE = by_group.masked_fill(~kept[..., None], -torch.inf).view_as(choice_TE)
+    experts_TK = choice_TE.topk(experts_per_token, dim=-1).indices
+    weights_TK = scores_TE.gather(1, experts_TK)
+    if normalize:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights_TK * scale, experts_TK.to(torch.int32)
 
 
-def moe_gate(
-    x_TD: Abstract, gate: Weight, bias: Weight, *, experts_per_token: int, groups: int, appended: int = 0
-) -> tuple[Abstract, Abstract]:
+MOE_GATE = Op("moe_gate", "moe_routing", _gate_shapes, _gate_work, _gate_reference)
+
+
+def moe_gate(x_TD: Tensor, gate: Weight, bias: Weight, router: MoeSpec, *, appended: int = 0) -> tuple[Tensor, Tensor]:
     """Experts of each token and their weights.
 
         score = sigmoid(x · gateᵀ) in fp32; choose by score + bias, within the best groups only
@@ -53,48 +77,69 @@ def moe_gate(
     Returns weights fp32 (T, K) and expert ids int32 (T, K).
     """
     weights_TK, experts_TK = MOE_GATE(
-        x_TD, gate.values, bias.values, experts_per_token=experts_per_token, groups=groups, appended=appended
-    )
+        x_TD, gate.values, bias.values,
+        experts_per_token=router.num_experts_per_tok, groups=router.n_group, chosen_groups=router.topk_group,
+        scale=router.routed_scaling_factor, normalize=router.norm_topk_prob, appended=appended,
+    )  # fmt: skip
     return weights_TK, experts_TK
 
 
-def _permute_shapes(x_TD: Abstract, experts_TK: Abstract) -> Shapes:
-    return (((x_TD.shape[0] * experts_TK.shape[1], x_TD.shape[1]), x_TD.dtype),)
+def _permute_shapes(x_TD: Abstract, experts_TK: Abstract, *, num_experts: int) -> Shapes:
+    rows = x_TD.shape[0] * experts_TK.shape[1]
+    return (((rows, x_TD.shape[1]), x_TD.dtype), ((rows,), "int32"), ((num_experts,), "int32"))
 
 
 def _permute_work(call: OpCall) -> Work:
     x_TD, experts_TK = call.tensor(0), call.tensor(1)
-    moved = x_TD.bytes + experts_TK.bytes + call.outputs[0].bytes
+    moved = x_TD.bytes + experts_TK.bytes + sum_bytes(call.outputs)
     return Work((Part("permute", vector_flops=experts_TK.elements, bytes=moved),))
 
 
-MOE_PERMUTE = Op("moe_permute", "moe_routing", _permute_shapes, _permute_work)
+def _permute_reference(x_TD: Tensor, experts_TK: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    experts_R = experts_TK.reshape(-1).long()
+    order_R = experts_R.argsort(stable=True)
+    counts_E = torch.zeros(num_experts, dtype=torch.int32, device=x_TD.device)
+    counts_E.scatter_add_(0, experts_R, torch.ones_like(experts_R, dtype=torch.int32))
+    return x_TD[order_R // experts_TK.shape[1]], order_R.to(torch.int32), counts_E
 
 
-def moe_permute(x_TD: Abstract, experts_TK: Abstract) -> Abstract:
-    """Copies of the tokens in expert order: (T·K, D)."""
-    return MOE_PERMUTE(x_TD, experts_TK)[0]
+MOE_PERMUTE = Op("moe_permute", "moe_routing", _permute_shapes, _permute_work, _permute_reference)
 
 
-def _unpermute_shapes(rows_RD: Abstract, weights_TK: Abstract) -> Shapes:
+def moe_permute(x_TD: Tensor, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies of the tokens in expert order, (T·K, D); which copy t·K + k each is; how many each expert gets, (E,)."""
+    rows_RD, order_R, counts_E = MOE_PERMUTE(x_TD, experts_TK, num_experts=num_experts)
+    return rows_RD, order_R, counts_E
+
+
+def _unpermute_shapes(rows_RD: Abstract, weights_TK: Abstract, order_R: Abstract) -> Shapes:
     return (((weights_TK.shape[0], rows_RD.shape[1]), "bf16"),)
 
 
 def _unpermute_work(call: OpCall) -> Work:
-    rows_RD, weights_TK = call.tensor(0), call.tensor(1)
-    moved = rows_RD.bytes + weights_TK.bytes + call.outputs[0].bytes
+    rows_RD, weights_TK, order_R = call.tensor(0), call.tensor(1), call.tensor(2)
+    moved = rows_RD.bytes + weights_TK.bytes + order_R.bytes + call.outputs[0].bytes
     return Work((Part("weighted_sum", vector_flops=2 * rows_RD.elements, bytes=moved),))
 
 
-MOE_UNPERMUTE = Op("moe_unpermute", "moe_routing", _unpermute_shapes, _unpermute_work)
+def _unpermute_reference(rows_RD: Tensor, weights_TK: Tensor, order_R: Tensor) -> tuple[Tensor]:
+    weighted_RD = rows_RD * weights_TK.reshape(-1)[order_R, None]
+    in_token_order = torch.empty_like(weighted_RD).index_copy_(0, order_R.long(), weighted_RD)
+    summed_TD = in_token_order.view(*weights_TK.shape, -1).sum(dim=1)
+    return (summed_TD.to(rows_RD.dtype),)
 
 
-def moe_unpermute(rows_RD: Abstract, weights_TK: Abstract) -> Abstract:
-    """y_t = sum_k weight_tk · row of token t at its k-th expert: (T, D)."""
-    return MOE_UNPERMUTE(rows_RD, weights_TK)[0]
+MOE_UNPERMUTE = Op("moe_unpermute", "moe_routing", _unpermute_shapes, _unpermute_work, _unpermute_reference)
 
 
-def _grouped_shapes(rows_RI: Abstract, weight_EOI: Abstract, *, weight: Weight, touched: Dim) -> Shapes:
+def moe_unpermute(rows_RD: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tensor:
+    """y_t = sum_k weight_tk · row of token t at its k-th expert: (T, D). order_R is `moe_permute`'s."""
+    return MOE_UNPERMUTE(rows_RD, weights_TK, order_R)[0]
+
+
+def _grouped_shapes(
+    rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, *, weight: Weight, touched: Dim
+) -> Shapes:
     return (((rows_RI.shape[0], weight_EOI.shape[1]), "bf16"),)
 
 
@@ -104,7 +149,9 @@ def _swiglu_width(weight_EOI: Abstract) -> int:
     return doubled // 2
 
 
-def _grouped_swiglu_shapes(rows_RI: Abstract, weight_EOI: Abstract, *, weight: Weight, touched: Dim) -> Shapes:
+def _grouped_swiglu_shapes(
+    rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, *, weight: Weight, touched: Dim
+) -> Shapes:
     return (((rows_RI.shape[0], _swiglu_width(weight_EOI)), weight.matrix_dtype),)
 
 
@@ -133,28 +180,48 @@ def _grouped_swiglu_work(call: OpCall) -> Work:
     return Work((part, Part("swiglu", vector_flops=operations * output.elements)))
 
 
-GROUPED_MATMUL = Op("grouped_matmul", "grouped_matmul", _grouped_shapes, _grouped_work)
+def _grouped_reference(
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, *, weight: Weight, touched: Dim | None
+) -> tuple[Tensor]:
+    pieces = rows_RI.split(counts_E.tolist())
+    products = [piece @ weight_EOI[expert].T for expert, piece in enumerate(pieces) if piece.shape[0]]
+    return (torch.cat(products) if products else rows_RI.new_empty(0, weight_EOI.shape[1]),)
+
+
+def _grouped_swiglu_reference(
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, *, weight: Weight, touched: Dim | None
+) -> tuple[Tensor]:
+    return _swiglu_reference(*_grouped_reference(rows_RI, weight_EOI, counts_E, weight=weight, touched=touched))
+
+
+def _swiglu_reference(x_T2I: Tensor) -> tuple[Tensor]:
+    gate, up = x_T2I.chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up,)
+
+
+GROUPED_MATMUL = Op("grouped_matmul", "grouped_matmul", _grouped_shapes, _grouped_work, _grouped_reference)
 GROUPED_MATMUL_QUANT = Op("grouped_matmul_quant", "grouped_matmul", _grouped_shapes, _grouped_work)
-GROUPED_MATMUL_SWIGLU = Op("grouped_matmul_swiglu", "grouped_matmul", _grouped_swiglu_shapes, _grouped_swiglu_work)
+GROUPED_MATMUL_SWIGLU = Op(
+    "grouped_matmul_swiglu", "grouped_matmul", _grouped_swiglu_shapes, _grouped_swiglu_work, _grouped_swiglu_reference
+)
 GROUPED_MATMUL_QUANT_SWIGLU = Op(
     "grouped_matmul_quant_swiglu", "grouped_matmul", _grouped_swiglu_shapes, _grouped_swiglu_work
 )
 
 
-def _is_plain(weight: Weight) -> bool:
-    return weight.format is None or weight.format.action == "DISABLED"
+def grouped_matmul(rows_RI: Tensor, weight: Weight, counts_E: Tensor, touched: Dim | None) -> Tensor:
+    """Rows of each expert times that expert's weight (E, O, I): (R, O).
+
+    counts_E: rows of each expert, which lie in expert order. touched: experts that are read, for the cast alone.
+    """
+    op = GROUPED_MATMUL if weight.is_plain else GROUPED_MATMUL_QUANT
+    return op(rows_RI, weight.values, counts_E, weight=weight, touched=touched)[0]
 
 
-def grouped_matmul(rows_RI: Abstract, weight: Weight, touched: Dim) -> Abstract:
-    """Rows of each expert times that expert's weight (E, O, I); `touched` experts are read. Returns bf16 (R, O)."""
-    op = GROUPED_MATMUL if _is_plain(weight) else GROUPED_MATMUL_QUANT
-    return op(rows_RI, weight.values, weight=weight, touched=touched)[0]
-
-
-def grouped_matmul_swiglu(rows_RI: Abstract, weight: Weight, touched: Dim) -> Abstract:
+def grouped_matmul_swiglu(rows_RI: Tensor, weight: Weight, counts_E: Tensor, touched: Dim | None) -> Tensor:
     """grouped_matmul with (gate | up) weights and SwiGLU in one kernel; the result is in the weight's input format."""
-    op = GROUPED_MATMUL_SWIGLU if _is_plain(weight) else GROUPED_MATMUL_QUANT_SWIGLU
-    return op(rows_RI, weight.values, weight=weight, touched=touched)[0]
+    op = GROUPED_MATMUL_SWIGLU if weight.is_plain else GROUPED_MATMUL_QUANT_SWIGLU
+    return op(rows_RI, weight.values, counts_E, weight=weight, touched=touched)[0]
 
 
 def _swiglu_shapes(x_T2I: Abstract) -> Shapes:
@@ -167,9 +234,9 @@ def _swiglu_work(call: OpCall) -> Work:
     return Work((Part("swiglu", vector_flops=SWIGLU_OPERATIONS * y_TI.elements, bytes=x_T2I.bytes + y_TI.bytes),))
 
 
-SWIGLU = Op("swiglu", "elementwise", _swiglu_shapes, _swiglu_work)
+SWIGLU = Op("swiglu", "elementwise", _swiglu_shapes, _swiglu_work, _swiglu_reference)
 
 
-def swiglu(x_T2I: Abstract) -> Abstract:
+def swiglu(x_T2I: Tensor) -> Tensor:
     """silu(gate) · up, where x is (gate | up): (T, I)."""
     return SWIGLU(x_T2I)[0]

@@ -5,10 +5,14 @@ Axes: T tokens, D hidden. `eps` may be any positive number; it changes no shape 
 
 from __future__ import annotations
 
+import lazy_loader as lazy
+
 from castoff.ops.linear import Weight, sum_bytes
-from castoff.ops.program import Abstract, Op, OpCall, Shapes
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Part, Work
 from castoff.spec.quant import LinearFormat
+
+torch = lazy.load("torch")
 
 # Square, sum, scale and weight per value; the addition and the quantisation come on top.
 _NORM_OPERATIONS = 4
@@ -56,51 +60,73 @@ def _add_work(call: OpCall) -> Work:
     return Work((Part("add", vector_flops=x_TD.elements, bytes=3 * x_TD.bytes),))
 
 
-RMS_NORM = Op("rms_norm", "norm", _normed, _work)
-ADD_RMS_NORM = Op("add_rms_norm", "norm", _normed, _work)
-ADD_RMS_NORM2 = Op("add_rms_norm2", "norm", _normed_and_residual, _work)
+def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, *, eps: float) -> tuple[Tensor]:
+    """The definition, at no less than fp32; the weight multiplies in x's own dtype, as in Hugging Face's models."""
+    wide = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight_D * normed.to(x_TD.dtype),)
+
+
+def _add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, *, eps: float) -> tuple[Tensor]:
+    return rms_norm_reference(x_TD + residual_TD, weight_D, eps=eps)
+
+
+def _add_rms_norm2_reference(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    sum_TD = x_TD + residual_TD
+    return (*rms_norm_reference(sum_TD, weight_D, eps=eps), sum_TD)
+
+
+def _add_reference(x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor]:
+    return (x_TD + y_TD,)
+
+
+RMS_NORM = Op("rms_norm", "norm", _normed, _work, rms_norm_reference)
+ADD_RMS_NORM = Op("add_rms_norm", "norm", _normed, _work, _add_rms_norm_reference)
+ADD_RMS_NORM2 = Op("add_rms_norm2", "norm", _normed_and_residual, _work, _add_rms_norm2_reference)
 RMS_NORM_DYNAMIC_QUANT = Op("rms_norm_dynamic_quant", "norm", _quantized, _work)
 ADD_RMS_NORM_DYNAMIC_QUANT = Op("add_rms_norm_dynamic_quant", "norm", _quantized, _work)
 ADD_RMS_NORM2_DYNAMIC_QUANT = Op("add_rms_norm2_dynamic_quant", "norm", _quantized_and_residual, _work)
-ADD = Op("add", "elementwise", _add_shapes, _add_work)
+ADD = Op("add", "elementwise", _add_shapes, _add_work, _add_reference)
 
 
-def add(x_TD: Abstract, y_TD: Abstract) -> Abstract:
+def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
     """x + y, elementwise."""
     return ADD(x_TD, y_TD)[0]
 
 
-def rms_norm(x_TD: Abstract, weight: Weight, eps: float) -> Abstract:
+def rms_norm(x_TD: Tensor, weight: Weight, eps: float) -> Tensor:
     """n_td = w_d · x_td / sqrt(mean_d x_td² + eps)."""
     return RMS_NORM(x_TD, weight.values, eps=eps)[0]
 
 
-def rms_norm_dynamic_quant(x_TD: Abstract, weight: Weight, eps: float, format: LinearFormat) -> Abstract:
+def rms_norm_dynamic_quant(x_TD: Tensor, weight: Weight, eps: float, format: LinearFormat) -> Tensor:
     """rms_norm and dynamic quantisation of its result, in one kernel."""
     return RMS_NORM_DYNAMIC_QUANT(x_TD, weight.values, eps=eps, format=format)[0]
 
 
-def add_rms_norm(x_TD: Abstract, residual_TD: Abstract, weight: Weight, eps: float) -> Abstract:
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight: Weight, eps: float) -> Tensor:
     """rms_norm(x + residual); the sum itself is not kept."""
     return ADD_RMS_NORM(x_TD, residual_TD, weight.values, eps=eps)[0]
 
 
 def add_rms_norm_dynamic_quant(
-    x_TD: Abstract, residual_TD: Abstract, weight: Weight, eps: float, format: LinearFormat
-) -> Abstract:
+    x_TD: Tensor, residual_TD: Tensor, weight: Weight, eps: float, format: LinearFormat
+) -> Tensor:
     """add_rms_norm and dynamic quantisation of its result, in one kernel."""
     return ADD_RMS_NORM_DYNAMIC_QUANT(x_TD, residual_TD, weight.values, eps=eps, format=format)[0]
 
 
-def add_rms_norm2(x_TD: Abstract, residual_TD: Abstract, weight: Weight, eps: float) -> tuple[Abstract, Abstract]:
+def add_rms_norm2(x_TD: Tensor, residual_TD: Tensor, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual)."""
     normed_TD, sum_TD = ADD_RMS_NORM2(x_TD, residual_TD, weight.values, eps=eps)
     return normed_TD, sum_TD
 
 
 def add_rms_norm2_dynamic_quant(
-    x_TD: Abstract, residual_TD: Abstract, weight: Weight, eps: float, format: LinearFormat
-) -> tuple[Abstract, Abstract]:
+    x_TD: Tensor, residual_TD: Tensor, weight: Weight, eps: float, format: LinearFormat
+) -> tuple[Tensor, Tensor]:
     """(quantised rms_norm(x + residual), x + residual), in one kernel."""
     normed_TD, _, sum_TD = ADD_RMS_NORM2_DYNAMIC_QUANT(x_TD, residual_TD, weight.values, eps=eps, format=format)
     return normed_TD, sum_TD

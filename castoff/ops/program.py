@@ -11,12 +11,16 @@ A program is a schedule of blocks. Layers of one kind are one block that the sch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import lazy_loader as lazy
+
 from castoff.dims import Dim, product
 from castoff.ops.work import DTYPE_BYTES, Work
+
+torch = lazy.load("torch")
 
 Tier = Literal["device", "host"]
 Kind = Literal["activation", "weight", "cache", "metadata"]
@@ -49,6 +53,9 @@ class Abstract:
         return Abstract(shape, self.dtype, self.recorder, self.value, self.kind, self.tier)
 
 
+Tensor = Any
+"""An `Abstract` or a `torch.Tensor`: what ops and model code take and return."""
+
 Shapes = tuple[tuple[tuple[Dim, ...], str], ...]
 
 
@@ -56,20 +63,26 @@ Shapes = tuple[tuple[tuple[Dim, ...], str], ...]
 class Op:
     """One operation: its name, its family (which cost curve), the shapes of its results and its work.
 
-    `shapes(*inputs, **attributes)` gives (shape, dtype) per result; `work(call)` the work of a recorded call.
+    `shapes(*inputs, **attributes)` gives (shape, dtype) per result; `work(call)` the work of a recorded call;
+    `reference(*inputs, **attributes)` computes the results from torch tensors, by the op's definition.
     """
 
     name: str
     family: str
     shapes: Callable[..., Shapes]
     work: Callable[[OpCall], Work]
+    reference: Callable[..., tuple[Any, ...]] | None = None
 
-    def __call__(self, *inputs: Abstract | None, **attributes: Any) -> tuple[Abstract, ...]:
-        """Append a call to the recorder of the inputs and return its results."""
+    def __call__(self, *inputs: Tensor | None, **attributes: Any) -> tuple[Any, ...]:
+        """Record the call where the inputs are abstract, compute it where they are real, and return the results."""
         for value in inputs:
-            if value is not None:
+            if isinstance(value, Abstract):
                 return value.recorder.record(self, inputs, attributes)
-        raise TypeError(f"{self.name} was called without a tensor")
+        if self.reference is None:
+            raise NotImplementedError(f"{self.name} can be cast, and cannot be run yet")
+        # A name in torch's profiler, the same as in a cast.
+        with torch.profiler.record_function(self.name):
+            return self.reference(*inputs, **attributes)
 
 
 @dataclass(slots=True, eq=False)
@@ -226,6 +239,21 @@ class Recorder:
             None if formal is None else passed.get(formal.value) or self.tensor(*formal.shape, dtype=formal.dtype)
             for formal in block.outputs
         )
+
+
+def on_stream(x: Tensor, stream: str) -> AbstractContextManager[None]:
+    """Calls inside run on a stream of their own where x is abstract; real tensors stay on the current one."""
+    return x.recorder.on_stream(stream) if isinstance(x, Abstract) else nullcontext()
+
+
+def dtype_name(x: Tensor) -> str:
+    """castoff's name of a tensor's dtype; real floats of any width count as bf16, the unquantised format."""
+    if isinstance(x, Abstract):
+        return x.dtype
+    return _TORCH_NAMES.get(str(x.dtype), "bf16")
+
+
+_TORCH_NAMES = {"torch.int8": "int8", "torch.float8_e4m3fn": "fp8"}
 
 
 def _values(tensors: tuple[Abstract | None, ...]) -> tuple[int | None, ...]:

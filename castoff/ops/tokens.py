@@ -5,10 +5,14 @@ Axes: T tokens, D hidden, V vocabulary of this rank.
 
 from __future__ import annotations
 
+import lazy_loader as lazy
+
 from castoff.dims import Dim
 from castoff.ops.linear import Weight
-from castoff.ops.program import Abstract, Op, OpCall, Shapes
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Part, Work
+
+torch = lazy.load("torch")
 
 
 def _embedding_shapes(ids_T: Abstract, table_VD: Abstract) -> Shapes:
@@ -19,10 +23,14 @@ def _copied(call: OpCall) -> Work:
     return Work((Part("copy", bytes=2 * call.outputs[0].bytes),))
 
 
-EMBEDDING = Op("embedding", "embedding", _embedding_shapes, _copied)
+def _embedding_reference(ids_T: Tensor, table_VD: Tensor) -> tuple[Tensor]:
+    return (table_VD[ids_T],)
 
 
-def embedding(ids_T: Abstract, table: Weight) -> Abstract:
+EMBEDDING = Op("embedding", "embedding", _embedding_shapes, _copied, _embedding_reference)
+
+
+def embedding(ids_T: Tensor, table: Weight) -> Tensor:
     """Rows of the table (V, D); ids of another rank's vocabulary give zeros. Returns (T, D)."""
     return EMBEDDING(ids_T, table.values)[0]
 
@@ -31,10 +39,14 @@ def _select_shapes(x_TD: Abstract, *, rows: Dim) -> Shapes:
     return (((rows, x_TD.shape[1]), x_TD.dtype),)
 
 
-SELECT_ROWS = Op("select_rows", "embedding", _select_shapes, _copied)
+def _select_reference(x_TD: Tensor, *, rows: int) -> tuple[Tensor]:
+    return (x_TD.view(rows, -1, x_TD.shape[-1])[:, -1],)
 
 
-def select_rows(x_TD: Abstract, rows: Dim) -> Abstract:
+SELECT_ROWS = Op("select_rows", "embedding", _select_shapes, _copied, _select_reference)
+
+
+def select_rows(x_TD: Tensor, rows: Dim) -> Tensor:
     """The last row of every request: (rows, D)."""
     return SELECT_ROWS(x_TD, rows=rows)[0]
 
@@ -44,10 +56,14 @@ def _concat_shapes(a_TD: Abstract, b_TD: Abstract) -> Shapes:
     return (((a_TD.shape[0], width), a_TD.dtype),)
 
 
-CONCAT = Op("concat", "elementwise", _concat_shapes, _copied)
+def _concat_reference(a_TD: Tensor, b_TD: Tensor) -> tuple[Tensor]:
+    return (torch.cat([a_TD, b_TD], dim=-1),)
 
 
-def concat(a_TD: Abstract, b_TD: Abstract) -> Abstract:
+CONCAT = Op("concat", "elementwise", _concat_shapes, _copied, _concat_reference)
+
+
+def concat(a_TD: Tensor, b_TD: Tensor) -> Tensor:
     """Columns of a, then of b."""
     return CONCAT(a_TD, b_TD)[0]
 
@@ -61,9 +77,16 @@ def _sample_work(call: OpCall) -> Work:
     return Work((Part("argmax", vector_flops=logits_TV.elements, bytes=logits_TV.bytes),))
 
 
-SAMPLE = Op("sample", "sampling", _sample_shapes, _sample_work)
+def _sample_reference(logits_TV: Tensor) -> tuple[Tensor]:
+    # torch's argmax may take any of several equals.
+    ids_V = torch.arange(logits_TV.shape[-1], dtype=torch.int32, device=logits_TV.device)
+    is_largest = logits_TV == logits_TV.amax(dim=-1, keepdim=True)
+    return (ids_V.expand_as(logits_TV).masked_fill(~is_largest, logits_TV.shape[-1]).amin(dim=-1),)
 
 
-def sample(logits_TV: Abstract) -> Abstract:
+SAMPLE = Op("sample", "sampling", _sample_shapes, _sample_work, _sample_reference)
+
+
+def sample(logits_TV: Tensor) -> Tensor:
     """Greedy choice: the id of the largest logit, ties to the lowest id. Returns int32 (T,)."""
     return SAMPLE(logits_TV)[0]

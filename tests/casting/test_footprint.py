@@ -522,7 +522,8 @@ def test_largest_is_maximal(case: Case, spare: int) -> None:
     assert context == most or (context < most and not fits(context_length=context + 1))
     if prediction.fits and longest.context <= most:
         assert context >= longest.context
-        assert batch * ranks >= step.workload.num_queries
+        # The largest batch is one of equally full ranks.
+        assert step.workload.num_queries % ranks or batch * ranks >= step.workload.num_queries
 
 
 @pytest.mark.property

@@ -252,17 +252,19 @@ class TestDrafts:
 
     def test_later_calls_use_the_first_calls_ids(self) -> None:
         first, *later = self.drafts()
-        ids = first.outputs[1]
+        ids = first.outputs[3]
         assert ids is not None
         assert first.inputs[1] is None
-        assert [(entry.inputs[1], entry.outputs[1]) for entry in later] == [(ids, ids)] * 2
+        assert [(entry.inputs[1], entry.outputs[3]) for entry in later] == [(ids, ids)] * 2
         for entry in later:
             assert semantic_ops(entry) == ["mlapo", "indexer_key_write", "multihead_latent_attention"]
 
     def test_without_sharing_every_call_makes_its_own(self) -> None:
         entries = self.drafts(name=GLM_5)
         assert [entry.inputs[1] for entry in entries] == [None] * 3
-        assert len({entry.outputs[1] for entry in entries}) == 3
+        ids = {entry.outputs[3] for entry in entries}
+        assert None not in ids
+        assert len(ids) == 3
 
     def test_each_call_feeds_on_the_hidden_state_before(self) -> None:
         scenario = Scenario(mtp=Mtp(num_mtp_tokens=self.K))
@@ -411,12 +413,26 @@ def check_residual_stream(program: Program, scenario: Scenario, spec: ModelSpec)
         assert residual is not None
         assert x.shape == residual.shape == (held, spec.hidden_size), entry.label
     head = next(entry for entry in program.schedule if entry.label == "head")
-    hidden, sampled = head.block.outputs
+    hidden, logits, sampled = head.block.outputs
     assert hidden is not None
     assert sampled is not None
     assert hidden.shape == (tokens, spec.hidden_size)
     lengths = next(call.attributes["lengths"] for _, call in program.calls() if call.op.name in ATTENTION)
-    assert sampled.shape == (tokens if scenario.workload.mode == "decode" else lengths.requests,)
+    rows = tokens if scenario.workload.mode == "decode" else lengths.requests
+    assert sampled.shape == (rows,)
+    # Where the ranks of a TP group head their own tokens, none has the logits of all.
+    if lmhead_ranks(scenario.parallel) < tp:
+        assert logits is None
+    else:
+        assert logits is not None
+        assert logits.shape == (rows, spec.vocab_size)
+
+
+def lmhead_ranks(parallel: Parallel) -> int:
+    """Ranks that share one lm_head: as said, or what its copies leave of a stage's ranks, or a TP group."""
+    if parallel.lmhead_dp_size is not None:
+        return parallel.num_devices // parallel.pp_size // parallel.lmhead_dp_size
+    return parallel.lmhead_tp_size or parallel.tp_size
 
 
 def rank_lengths(scenario: Scenario) -> Lengths:

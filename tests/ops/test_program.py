@@ -1,6 +1,7 @@
 """Recording: blocks and their repetition, values and views, streams, stages."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -95,8 +96,27 @@ class TestRecording:
         recorder.block("b", "b", lambda x: FORGET(x), recorder.tensor(1))
         assert [call.outputs for _, call in recorder.program.calls()] == [()]
 
-    def test_an_op_without_a_tensor_is_an_error(self) -> None:
-        with pytest.raises(TypeError, match="double was called without a tensor"):
+    def test_an_op_without_an_abstract_tensor_is_computed(self) -> None:
+        given: list[Any] = []
+
+        def reference(*inputs: Any, **attributes: Any) -> tuple[str]:
+            given.append((inputs, attributes))
+            return ("computed",)
+
+        op = replace(DOUBLE, reference=reference)
+        assert op(3, None, times=2) == ("computed",)
+        assert given == [((3, None), {"times": 2})]
+
+    def test_an_op_with_one_abstract_tensor_is_recorded_and_not_computed(self) -> None:
+        def reference(*_: Any, **__: Any) -> tuple[Any, ...]:
+            raise AssertionError("computed")
+
+        recorder, op = Recorder(), replace(DOUBLE, reference=reference)
+        recorder.block("b", "b", lambda x: op(x, None), recorder.tensor(1))
+        assert [call.op for _, call in recorder.program.calls()] == [op]
+
+    def test_an_op_that_can_only_be_cast_says_so(self) -> None:
+        with pytest.raises(NotImplementedError, match="double can be cast, and cannot be run yet"):
             DOUBLE(None)
 
     def test_an_op_outside_a_block_is_an_error(self) -> None:

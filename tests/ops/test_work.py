@@ -7,7 +7,7 @@ literal: bf16 2, fp32 and int32 4.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from types import ModuleType
 from typing import Any, cast
@@ -473,7 +473,7 @@ class Indexer:
             k_norm=self.bench.plain(s.E),
             k_norm_bias=self.bench.plain(s.E),
         )
-        self.sizes = dsa_indexer.IndexerSizes(s.H, s.E, s.P, s.K, index_cache(cache, s.E), s.shards)
+        self.sizes = dsa_indexer.IndexerSizes(s.H, s.E, s.P, s.K, True, index_cache(cache, s.E), s.shards)
 
     def select(self, *, cached_rows: int = 1000, blocks: int = 8) -> OpCall:
         b, T, s = self.bench, self.T, self.s
@@ -820,24 +820,25 @@ expert_sizes = st.builds(
 
 class TestMoe:
     @pytest.mark.property
-    @given(s=expert_sizes, groups=st.sampled_from([1, 8]), appended=st.sampled_from([0, 1]))
-    def test_gate(self, s: Experts, groups: int, appended: int) -> None:
-        bench = Bench()
+    @given(s=expert_sizes, groups=st.sampled_from([1, 8]), own=st.integers(8, 64), appended=st.sampled_from([0, 1]))
+    def test_gate(self, s: Experts, groups: int, own: int, appended: int) -> None:
+        bench, E = Bench(), groups * own
+        router = replace(model().moe, n_routed_experts=E, num_experts_per_tok=s.K, n_group=groups)
         call = bench.call(
             lambda: moe.moe_gate(
-                bench.x(s.T, s.D), bench.plain(s.E, s.D, dtype="fp32"), bench.plain(s.E, dtype="fp32"),
-                experts_per_token=s.K, groups=groups, appended=appended,
+                bench.x(s.T, s.D), bench.plain(E, s.D, dtype="fp32"), bench.plain(E, dtype="fp32"),
+                router, appended=appended,
             )
         )  # fmt: skip
         work = call.op.work(call)
-        router, select = work.parts
-        assert router.matrix_flops == 2 * s.T * s.D * s.E
+        scores, select = work.parts
+        assert scores.matrix_flops == 2 * s.T * s.D * E
         # fp32 gate
-        assert router.matrix_dtype == "fp32"
-        assert router.bytes == 2 * s.T * s.D + 4 * s.E * s.D
+        assert scores.matrix_dtype == "fp32"
+        assert scores.bytes == 2 * s.T * s.D + 4 * E * s.D
         # Sigmoid 3 and bias 1 a score, a pass over the scores and 3 more per choice; groups add up two scores.
-        group_sums = 2 * s.E if groups > 1 else 0
-        assert select.vector_flops == s.T * (4 * s.E + s.K * s.E + 3 * s.K + group_sums)
+        group_sums = 2 * E if groups > 1 else 0
+        assert select.vector_flops == s.T * (4 * E + s.K * E + 3 * s.K + group_sums)
         chosen = s.K + appended
         assert select.bytes == s.T * chosen * (4 + 4)
         assert [output.shape for output in call.outputs] == [(s.T, chosen)] * 2
@@ -847,13 +848,19 @@ class TestMoe:
     def test_permutation_and_its_inverse(self, s: Experts) -> None:
         bench = Bench()
         chosen = bench.x(s.T, s.K, dtype="int32")
-        call = bench.call(lambda: moe.moe_permute(bench.x(s.T, s.D), chosen))
-        assert call.outputs[0].shape == (s.T * s.K, s.D)
-        assert call.op.work(call).bytes == 2 * s.T * s.D + 4 * s.T * s.K + 2 * s.T * s.K * s.D
+        call = bench.call(lambda: moe.moe_permute(bench.x(s.T, s.D), chosen, s.E))
+        rows, order, counts = call.outputs
+        assert (rows.shape, rows.dtype) == ((s.T * s.K, s.D), "bf16")
+        # Which copy each row is, and how many rows each expert gets.
+        assert (order.shape, order.dtype) == ((s.T * s.K,), "int32")
+        assert (counts.shape, counts.dtype) == ((s.E,), "int32")
+        read, written = 2 * s.T * s.D + 4 * s.T * s.K, 2 * s.T * s.K * s.D + 4 * s.T * s.K + 4 * s.E
+        assert call.op.work(call).bytes == read + written
         weights = bench.x(s.T, s.K, dtype="fp32")
-        call = bench.call(lambda: moe.moe_unpermute(bench.x(s.T * s.K, s.D), weights))
+        call = bench.call(lambda: moe.moe_unpermute(bench.x(s.T * s.K, s.D), weights, order))
         assert call.outputs[0].shape == (s.T, s.D)
-        assert call.op.work(call).bytes == 2 * s.T * s.K * s.D + 4 * s.T * s.K + 2 * s.T * s.D
+        # Rows, a weight and a place for each, and the sums.
+        assert call.op.work(call).bytes == 2 * s.T * s.K * s.D + (4 + 4) * s.T * s.K + 2 * s.T * s.D
         # Multiply and add a copy.
         assert call.op.work(call).flops == 2 * s.T * s.K * s.D
 
@@ -863,7 +870,7 @@ class TestMoe:
         bench = Bench()
         weight = bench.weight(s.E, s.D, s.I, action=action)
         x = bench.x(rows, s.I, dtype=STORED[action][2])
-        call = bench.call(lambda: moe.grouped_matmul(x, weight, s.touched))
+        call = bench.call(lambda: moe.grouped_matmul(x, weight, bench.x(s.E, dtype="int32"), s.touched))
         work = call.op.work(call)
         assert call.op.name == "grouped_matmul" + ("" if action == "DISABLED" else "_quant")
         assert work.flops == matrix_flops(work) == 2 * rows * s.I * s.D
@@ -877,7 +884,7 @@ class TestMoe:
         bench = Bench()
         weight = bench.weight(s.E, 2 * s.I, s.D, action=action)
         x = bench.x(rows, s.D, dtype=STORED[action][2])
-        call = bench.call(lambda: moe.grouped_matmul_swiglu(x, weight, s.touched))
+        call = bench.call(lambda: moe.grouped_matmul_swiglu(x, weight, bench.x(s.E, dtype="int32"), s.touched))
         work = call.op.work(call)
         assert call.op.name == "grouped_matmul" + ("" if action == "DISABLED" else "_quant") + "_swiglu"
         assert matrix_flops(work) == 2 * rows * s.D * 2 * s.I
@@ -1078,8 +1085,9 @@ class TestCollectives:
 
         def unfused() -> None:
             mine = collectives.all_to_all(x, group, shape=(local_rows, s.D))
-            hidden = moe.grouped_matmul_swiglu(mine, gate_up, s.touched)
-            out = moe.grouped_matmul(hidden, down, s.touched)
+            counts = bench.x(s.E, dtype="int32")
+            hidden = moe.grouped_matmul_swiglu(mine, gate_up, counts, s.touched)
+            out = moe.grouped_matmul(hidden, down, counts, s.touched)
             collectives.all_to_all(out, group, shape=(rows, s.D))
 
         works = [call.op.work(call) for call in bench.calls(unfused)]

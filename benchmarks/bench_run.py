@@ -1,0 +1,121 @@
+"""How long castoff's reference decoder takes on CPU beside transformers' (SDPA): GLM-5.2 cut to 4 layers, 8 experts.
+
+    python benchmarks/bench_run.py --which castoff --dtype float32 --context 512
+    python benchmarks/bench_run.py --which transformers --dtype float32 --context 512
+
+One process each, so that neither has the other's memory. Prints seconds of one prefill of `context` tokens and of one
+decode step behind it, the median of several, and appends them to benchmarks/run.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from castoff import Mtp, Quant, Scenario
+from castoff.model.setup import resolve_setup
+from castoff.runtime.checkpoint import LoadedWeights, Piece
+from castoff.runtime.engine import Engine, Rows
+from castoff.spec.backend import load_backend
+from castoff.spec.device import load_device
+from castoff.spec.model import raw_config, read_model
+
+COLUMNS = ("date", "machine", "torch", "which", "dtype", "context", "prefill_s", "decode_s", "repeats")
+LAYERS, EXPERTS = 4, 8
+
+
+class Cheap:
+    """Small random values: their numbers do not change the time."""
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        return torch.empty(piece.shape).uniform_(-0.02, 0.02)
+
+
+def config() -> dict[str, object]:
+    values = raw_config("zai-org/GLM-5.2")
+    cut = {"num_hidden_layers": LAYERS, "n_routed_experts": EXPERTS}
+    lists = {key: values[key][:LAYERS] for key in ("indexer_types", "mlp_layer_types")}  # type: ignore[index]
+    return {**values, **cut, **lists}
+
+
+def castoff_steps(dtype: torch.dtype, context: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    spec = read_model(config(), name="GLM-5.2 cut", source="benchmark")
+    scenario = Scenario(quant=Quant(quantize_linear_action="DISABLED"), mtp=Mtp())
+    setup = resolve_setup(spec, load_device("h200_sxm"), load_backend("nvidia"), scenario, "decode")
+    cpu = torch.device("cpu")
+    weights = LoadedWeights(setup, Cheap(), dtype=dtype, device=cpu)
+    engine = Engine(setup, weights, num_blocks=context // 128 + 2, block_tokens=128, dtype=dtype, device=cpu)
+    engine.pool.grow(0, context + 1)
+    ids = torch.randint(1, 1000, (1, context + 1))
+    return (
+        lambda: engine.forward(ids[:, :context], Rows([0], [context]), prefill=True, last=True),
+        lambda: engine.forward(ids[:, context:], Rows([0], [context + 1]), prefill=False, last=True),
+    )
+
+
+def transformers_steps(dtype: torch.dtype, context: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+
+    with torch.device("meta"):
+        model = GlmMoeDsaForCausalLM._from_config(GlmMoeDsaConfig(**config()), attn_implementation="sdpa", dtype=dtype)
+    model = model.to_empty(device="cpu").eval()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.uniform_(-0.02, 0.02)
+    ids = torch.randint(1, 1000, (1, context + 1))
+    state: dict[str, object] = {}
+
+    def prefill() -> None:
+        state["cache"] = model(ids[:, :context], use_cache=True, logits_to_keep=1).cache
+
+    def decode() -> None:
+        # The cache grows by one token a call.
+        model(ids[:, context:], cache=state["cache"], use_cache=True)
+
+    return prefill, decode
+
+
+def median_s(step: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--which", choices=("castoff", "transformers"), required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "run.csv")
+    options = parser.parse_args()
+    make = castoff_steps if options.which == "castoff" else transformers_steps
+    with torch.inference_mode():
+        prefill, decode = make(getattr(torch, options.dtype), options.context)
+        prefill_s, decode_s = median_s(prefill, options.repeats), median_s(decode, options.repeats)
+    row = (
+        datetime.now(UTC).date().isoformat(), f"{platform.machine()}, {os.cpu_count()} cores", torch.__version__,
+        options.which, options.dtype, options.context, f"{prefill_s:.4f}", f"{decode_s:.4f}", options.repeats,
+    )  # fmt: skip
+    is_new = not options.output.exists()
+    with options.output.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if is_new:
+            writer.writerow(COLUMNS)
+        writer.writerow(row)
+    print(*row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""What a run produced, in words; and its progress while it goes on."""
+
+from __future__ import annotations
+
+import sys
+
+from castoff.report.units import count, gib_text
+from castoff.runtime.generate import RunReport
+
+
+def run_text(report: RunReport) -> str:
+    """Tokens (or text, where there is a tokenizer) of every request, then the figures of the run."""
+    lines = []
+    for index, result in enumerate(report.results):
+        text = report.texts[index] if report.texts is not None else " ".join(map(str, result.tokens))
+        lines.append(f"[{index}] {text}")
+    statistics = report.statistics
+    tpot = "" if report.tpot_s is None else f", TPOT {1e3 * report.tpot_s:,.2f} ms"
+    lines += [
+        "",
+        f"TTFT {1e3 * report.ttft_s:,.1f} ms{tpot}, {report.tokens_per_s:,.1f} tokens/s",
+        f"{count(statistics.decode_steps)} decode steps, {count(statistics.sparse_steps)} of them sparse; "
+        f"{statistics.acceptance_length:.2f} tokens gained per request and step",
+        f"weights {gib_text(report.weights_bytes)}, caches {gib_text(report.cache_bytes)}, "
+        f"peak {gib_text(report.peak_bytes)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def show_progress(text: str) -> None:
+    """One line on a terminal, overwritten by the next; nothing where standard error is no terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Running the decoder with real tensors. Needs the `run` extra."""

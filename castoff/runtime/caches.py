@@ -1,0 +1,108 @@
+"""Paged caches on the device: latent rows of every layer, indexer keys of full layers, and who owns which block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import lazy_loader as lazy
+
+from castoff.errors import CastoffError
+from castoff.model.setup import Setup
+from castoff.ops.program import Tensor
+
+torch = lazy.load("torch")
+
+
+class PagedCaches:
+    """Latent and indexer caches of `num_blocks` blocks of `block_tokens` rows.
+
+    One block more than asked for takes the rows that have no place (padding). MTP blocks have the caches of one layer.
+    """
+
+    def __init__(self, setup: Setup, num_blocks: int, block_tokens: int, *, dtype: Tensor, device: Tensor) -> None:
+        model = setup.model
+        has_mtp = setup.mtp.num_mtp_tokens > 0
+        layers = model.num_hidden_layers + has_mtp
+        full = [
+            layer for layer in range(model.num_hidden_layers) if model.indexer and model.indexer_types[layer] == "full"
+        ]
+        if has_mtp and model.indexer:
+            full.append(model.num_hidden_layers)
+
+        def rows(width: int) -> Tensor:
+            return torch.zeros(num_blocks + 1, block_tokens, width, dtype=dtype, device=device)
+
+        self._latent = [rows(model.kv_lora_rank + model.qk_rope_head_dim) for _ in range(layers)]
+        self._indexer = {layer: rows(model.indexer.index_head_dim) for layer in full if model.indexer}
+        self.block_tokens = block_tokens
+
+    def latent(self, layer: int) -> Tensor:
+        """Latent rows of a layer, (blocks, block tokens, kv_lora_rank + rope)."""
+        return self._latent[layer]
+
+    def indexer(self, layer: int) -> Tensor:
+        """Indexer keys of a full layer, (blocks, block tokens, index_head_dim)."""
+        return self._indexer[layer]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all caches."""
+        return sum(cache.nbytes for cache in (*self._latent, *self._indexer.values()))
+
+    def save(self, blocks: list[int]) -> SavedRows:
+        """Copies of some blocks, latent rows and indexer keys together: the one without the other is of no use."""
+        index = torch.tensor(blocks, device=self._latent[0].device)
+        return SavedRows(
+            [cache[index].clone() for cache in self._latent],
+            {layer: cache[index].clone() for layer, cache in self._indexer.items()},
+        )
+
+    def restore(self, saved: SavedRows, blocks: list[int]) -> None:
+        """Put saved blocks, in order, at other places."""
+        index = torch.tensor(blocks, device=self._latent[0].device)
+        for cache, rows in zip(self._latent, saved.latent, strict=True):
+            cache[index] = rows
+        for layer, rows in saved.indexer.items():
+            self._indexer[layer][index] = rows
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """Rows of some blocks: per layer, and per full layer."""
+
+    latent: list[Tensor]
+    indexer: dict[int, Tensor]
+
+
+class BlockPool:
+    """Which blocks are free, and the blocks of each request in order."""
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._block_tokens = block_tokens
+        self._owned: dict[int, list[int]] = {}
+
+    def grow(self, request: int, tokens: int) -> None:
+        """Give a request the blocks that `tokens` tokens need. Raises CastoffError where none are left."""
+        owned = self._owned.setdefault(request, [])
+        needed = -(-tokens // self._block_tokens) - len(owned)
+        if needed > len(self._free):
+            raise CastoffError(
+                f"the KV cache is full: request {request} needs {needed} more blocks of {self._block_tokens} tokens, "
+                f"and {len(self._free)} are free"
+            )
+        owned.extend(self._free.pop() for _ in range(needed))
+
+    def release(self, request: int) -> None:
+        """Take all blocks of a request back."""
+        self._free.extend(reversed(self._owned.pop(request, [])))
+
+    def blocks(self, request: int) -> list[int]:
+        """Blocks of a request, in order of position."""
+        return self._owned.get(request, [])
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody owns."""
+        return len(self._free)
