@@ -13,12 +13,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from castoff.model.setup import Setup, resolve_setup
-from castoff.ops.lengths import Lengths, Segment
+from castoff.ops.lengths import Lengths
 from castoff.spec.backend import load_backend
 from castoff.spec.device import Device, load_device
 from castoff.spec.model import ModelSpec, load_model
 from castoff.spec.quant import AttentionAction, LinearAction
-from castoff.spec.scenario import Compilation, Mode, Mtp, Parallel, Quant, Scenario, Workload
+from castoff.spec.scenario import Compilation, Mode, Mtp, Parallel, Quant, RequestClass, Scenario, Workload
 
 GLM_5 = "zai-org/GLM-5"
 GLM_52 = "zai-org/GLM-5.2"
@@ -96,7 +96,7 @@ def stored_bytes(action: LinearAction, rows: int, columns: int) -> float:
 
 def uniform(count: int, context: int, query: int) -> Lengths:
     """`count` equal requests."""
-    return Lengths((Segment(count, context, query),))
+    return Lengths((RequestClass(count, context, query),))
 
 
 def structures(num_devices: int = 16) -> Iterator[Parallel]:
@@ -256,9 +256,9 @@ def scenarios(draw: st.DrawFn, /, spec: ModelSpec, where: Device, **options: Any
     )
 
 
-def segments(*, max_count: int = 5, max_context: int = 60, max_query: int = 40) -> st.SearchStrategy[Segment]:
+def segments(*, max_count: int = 5, max_context: int = 60, max_query: int = 40) -> st.SearchStrategy[RequestClass]:
     """Equal requests, small enough for a loop over all their positions."""
-    return st.builds(Segment, st.integers(1, max_count), st.integers(0, max_context), st.integers(1, max_query))
+    return st.builds(RequestClass, st.integers(1, max_count), st.integers(0, max_context), st.integers(1, max_query))
 
 
 def batches(*, max_segments: int = 4, **limits: int) -> st.SearchStrategy[Lengths]:

@@ -85,7 +85,7 @@ def coverage(prediction: Prediction, measured: Measured) -> Coverage:
     calls = measured_calls = 0
     op_s = measured_s = 0.0
     for entry in prediction.cast.program.schedule:
-        for call, price in zip(entry.block.calls, prediction.cast.prices[id(entry.block)], strict=True):
+        for call, price in zip(entry.block.calls, prediction.cast.prices[entry.block], strict=True):
             key = call_key(call)
             is_measured = key in measured.seconds
             seen.add(key)

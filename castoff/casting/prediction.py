@@ -14,7 +14,7 @@ from castoff.dims import Array, Dim, ceil_div, largest, maximum
 from castoff.errors import CastoffError
 from castoff.model.decoder import record_step
 from castoff.model.setup import Setup, resolve_setup
-from castoff.ops.lengths import Lengths, Segment
+from castoff.ops.lengths import Lengths
 from castoff.ops.program import Program
 from castoff.spec.backend import Backend, Origin, load_backend, weakest
 from castoff.spec.device import Device
@@ -199,8 +199,8 @@ def batch_of_rank(setup: Setup, classes: Sequence[RequestClass]) -> Batch:
     """Deal a batch to the heaviest attention-DP rank and cut it into pipeline micro-batches."""
     ranks, stages = setup.mesh.dp.size, setup.mesh.pp.size
     longest_first = classes if len(classes) == 1 else sorted(classes, key=_total_tokens, reverse=True)
-    resident = _lengths(deal_to_rank(longest_first, ranks))
-    part = _lengths(deal_to_rank(classes, ranks * stages))
+    resident = Lengths(deal_to_rank(longest_first, ranks))
+    part = Lengths(deal_to_rank(classes, ranks * stages))
     requests: Dim = 0
     computed: Dim = 0
     for entry in classes:
@@ -221,10 +221,6 @@ def _total_tokens(entry: RequestClass) -> int:
     return int(entry.context + entry.query)
 
 
-def _lengths(classes: Sequence[RequestClass]) -> Lengths:
-    return Lengths(tuple(Segment(entry.count, entry.context, entry.query) for entry in classes))
-
-
 def _latency(timeline: Timeline, batch: Batch, mode: Mode) -> Dim:
     """A step of all micro-batches, which follow each other through the stages, spaced by the slowest stage.
 
@@ -241,11 +237,8 @@ def _latency(timeline: Timeline, batch: Batch, mode: Mode) -> Dim:
 
 def _bound(program: Program, prices: Prices) -> int | Array:
     """The term of BOUNDS that the op times, each counted for its longest term, add up to most."""
-    counts: dict[int, int] = {}
-    for entry in program.schedule:
-        counts[id(entry.block)] = counts.get(id(entry.block), 0) + 1
     sums: list[Dim] = [0.0] * len(BOUNDS)
-    for block, count in counts.items():
+    for block, count in program.counts.items():
         for price in prices[block]:
             bound = price.bound
             if isinstance(bound, int):

@@ -117,12 +117,12 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     return Price(launch + longest, every, weakest(origins), units)
 
 
-Prices = Mapping[int, tuple[Price, ...]]
+Prices = Mapping[Block, tuple[Price, ...]]
 
 
 def price_program(program: Program, pricing: Pricing) -> Prices:
-    """Prices of the calls of every distinct block, by the block's id()."""
-    return {id(block): price_block(block, pricing) for block in program.blocks}
+    """Prices of the calls of every distinct block."""
+    return {block: price_block(block, pricing) for block in program.blocks}
 
 
 def price_block(block: Block, pricing: Pricing) -> tuple[Price, ...]:

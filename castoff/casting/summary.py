@@ -68,13 +68,12 @@ def op_summaries(prediction: Prediction, *, by_shapes: bool = False) -> list[OpS
     """Ops of a step, the longest in total first."""
     summaries: dict[str, OpSummary] = {}
     cast = prediction.cast
-    counts = Counter(id(entry.block) for entry in cast.program.schedule)
-    for block in cast.program.blocks:
-        for call, price in zip(block.calls, cast.prices[id(block)], strict=True):
+    for block, count in cast.program.counts.items():
+        for call, price in zip(block.calls, cast.prices[block], strict=True):
             shapes = shapes_text(call)
             key = f"{call.op.name} {shapes}" if by_shapes else call.op.name
             summary = summaries.setdefault(key, OpSummary(call.op.name))
-            _add(summary, call, price, shapes, prediction, counts[id(block)])
+            _add(summary, call, price, shapes, prediction, count)
     return sorted(summaries.values(), key=lambda summary: -summary.total_s)
 
 
@@ -105,11 +104,10 @@ def _add_bucket(bucket: BucketSummary, part: Part, call: OpCall, prediction: Pre
 def kind_summaries(prediction: Prediction) -> list[KindSummary]:
     """Blocks of a step by kind, in order of first use: embedding, layer kinds, head, draft calls."""
     cast = prediction.cast
-    counts = Counter(id(entry.block) for entry in cast.program.schedule)
     kinds: dict[str, KindSummary] = {}
-    for block in cast.program.blocks:
-        seconds = sum(float(price.seconds) for price in cast.prices[id(block)])
-        calls, total = counts[id(block)], counts[id(block)] * seconds
+    for block, count in cast.program.counts.items():
+        seconds = sum(float(price.seconds) for price in cast.prices[block])
+        calls, total = count, count * seconds
         # With repetition off, equal blocks carry one key.
         if block.key in kinds:
             calls, total = calls + kinds[block.key].calls, total + kinds[block.key].total_s

@@ -37,15 +37,15 @@ class Timeline:
 def schedule(program: Program, prices: Prices) -> Timeline:
     """Times of a step. On one stream, ops follow each other; on several, every op of every layer is placed."""
     busy: dict[str, Dim] = dict.fromkeys(program.streams, 0.0)
-    totals = {id(block): _stream_totals(block, prices) for block in program.blocks}
+    totals = {block: _stream_totals(block, prices) for block in program.blocks}
     for entry in program.schedule:
-        for stream, seconds in totals[id(entry.block)].items():
+        for stream, seconds in totals[entry.block].items():
             busy[stream] = busy[stream] + seconds
     num_stages = program.schedule[-1].stage + 1
     if len(busy) == 1:
         stages: list[Dim] = [0.0] * num_stages
         for entry in program.schedule:
-            stages[entry.stage] = stages[entry.stage] + totals[id(entry.block)].get(MAIN, 0.0)
+            stages[entry.stage] = stages[entry.stage] + totals[entry.block].get(MAIN, 0.0)
         return Timeline(busy[MAIN], tuple(stages), busy)
     ends: list[Dim] = [0.0] * num_stages
     for placed in place(program, prices):
@@ -56,7 +56,7 @@ def schedule(program: Program, prices: Prices) -> Timeline:
 
 def _stream_totals(block: Block, prices: Prices) -> dict[str, Dim]:
     totals: dict[str, Dim] = {}
-    for call, price in zip(block.calls, prices[id(block)], strict=True):
+    for call, price in zip(block.calls, prices[block], strict=True):
         totals[call.stream] = totals.get(call.stream, 0.0) + price.seconds
     return totals
 
@@ -94,19 +94,19 @@ def place(program: Program, prices: Prices) -> Iterator[Placed]:
     unit_free: dict[str, Dim] = {CORES: 0.0, LINKS: 0.0}
     ready: dict[int, Dim] = {}
     maker: dict[int, str] = {}
-    runs: dict[tuple[int, tuple[str | None, ...]], list[Run]] = {}
+    runs: dict[tuple[Block, tuple[str | None, ...]], list[Run]] = {}
     for entry in program.schedule:
         block = entry.block
         given = tuple(maker.get(actual) if actual is not None else None for actual in entry.inputs)
-        if (id(block), given) not in runs:
-            runs[id(block), given] = block_runs(block, prices[id(block)], given)
+        if (block, given) not in runs:
+            runs[block, given] = block_runs(block, prices[block], given)
         # Values of the block as it was recorded, at the times of the values it is given now.
         local = {
             formal.value: ready.get(actual, 0.0)
             for formal, actual in zip(block.inputs, entry.inputs, strict=True)
             if formal is not None and actual is not None
         }
-        for run in runs[id(block), given]:
+        for run in runs[block, given]:
             start = stream_free[run.stream]
             for value in run.waits:
                 start = maximum(start, local[value])

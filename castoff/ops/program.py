@@ -10,6 +10,7 @@ A program is a schedule of blocks. Layers of one kind are one block that the sch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -151,7 +152,12 @@ class Program:
     @property
     def blocks(self) -> list[Block]:
         """The distinct blocks, in order of first use."""
-        return list({id(entry.block): entry.block for entry in self.schedule}.values())
+        return list(self.counts)
+
+    @property
+    def counts(self) -> dict[Block, int]:
+        """How often the step runs each block, in order of first use."""
+        return dict(Counter(entry.block for entry in self.schedule))
 
     def calls(self) -> Iterator[tuple[BlockCall, OpCall]]:
         """Every op call of the step, repeats included, in program order."""

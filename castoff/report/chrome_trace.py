@@ -61,7 +61,7 @@ def _layer_events(spans: list[Span], offset_s: float) -> Iterator[Event]:
 
 def _op_events(prediction: Prediction, spans: list[Span], rows: dict[str, int]) -> Iterator[Event]:
     cast = prediction.cast
-    prices = [price for entry in cast.program.schedule for price in cast.prices[id(entry.block)]]
+    prices = [price for entry in cast.program.schedule for price in cast.prices[entry.block]]
     known: dict[int, Event] = {}
     for span, price in zip(spans, prices, strict=True):
         call = span.call

@@ -191,7 +191,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """`count` equal requests of the whole deployment, before they are dealt to ranks."""
+    """`count` equal requests, each with `context` tokens in the cache and `query` new ones."""
 
     count: Dim
     context: Dim

@@ -40,7 +40,7 @@ def calls_of(step: Cast) -> list[tuple[OpCall, Price]]:
     return [
         (call, price)
         for entry in step.program.schedule
-        for call, price in zip(entry.block.calls, step.prices[id(entry.block)], strict=True)
+        for call, price in zip(entry.block.calls, step.prices[entry.block], strict=True)
     ]
 
 
@@ -439,7 +439,7 @@ class TestParallel:
         hops = [
             float(price.seconds)
             for block in result.program.blocks
-            for call, price in zip(block.calls, result.prices[id(block)], strict=True)
+            for call, price in zip(block.calls, result.prices[block], strict=True)
             if call.op.name == "send_recv"
         ]
         inside, outside = hops[0], hops[2]

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from castoff.casting.price import CORES, LINKS, Price, Prices
 from castoff.casting.timeline import Span, place, schedule, spans
 from castoff.model.decoder import record_step
-from castoff.ops.lengths import Lengths, Segment
+from castoff.ops.lengths import Lengths
 from castoff.ops.program import MAIN, Abstract, Op, OpCall, Program, Recorder, Shapes
 from castoff.ops.work import Work
+from castoff.spec.scenario import RequestClass
 from tests.casting.strategies import Case, cases, cast_step, scenario
 from tests.generators import ASCEND, GLM_52, device, model, setup_of
 
@@ -39,7 +40,7 @@ def price(call: OpCall) -> Price:
 
 
 def prices_of(program: Program) -> Prices:
-    return {id(block): tuple(price(call) for call in block.calls) for block in program.blocks}
+    return {block: tuple(price(call) for call in block.calls) for block in program.blocks}
 
 
 def times(program: Program) -> list[tuple[float, float]]:
@@ -264,7 +265,7 @@ def unroll(program: Program, prices: Prices) -> list[Event]:
         for formal, actual in zip(entry.block.inputs, entry.inputs, strict=True):
             if formal is not None and actual in made:
                 local[formal.value] = made[actual]
-        for call, cost in zip(entry.block.calls, prices[id(entry.block)], strict=True):
+        for call, cost in zip(entry.block.calls, prices[entry.block], strict=True):
             after = frozenset(local[value.value] for value in call.inputs if value is not None and value.value in local)
             for value in call.outputs:
                 local[value.value] = len(events)
@@ -407,7 +408,7 @@ def test_the_shared_expert_overlaps_dispatch_and_combine() -> None:
 def test_every_value_that_crosses_a_block_is_one_of_its_inputs() -> None:
     # Else the timeline would not know that it has to wait for it.
     step = scenario(num_devices=16, tp_size=16, ep_size=16, num_mtp_tokens=3, compile=True)
-    program = record_step(setup_of(model(GLM_52), step), Lengths((Segment(8, 30_000, 4),)))
+    program = record_step(setup_of(model(GLM_52), step), Lengths((RequestClass(8, 30_000, 4),)))
     made_by_ops = {value.value for _, call in program.calls() for value in call.outputs}
     for block in program.blocks:
         own = {value.value for value in block.inputs if value is not None}

@@ -133,7 +133,7 @@ def test_the_fullest_pipeline_stage() -> None:
 
 
 def test_requests_add_up() -> None:
-    ragged = Lengths((*uniform(3, 99, 1).segments, *uniform(1, 699, 1).segments))
+    ragged = Lengths((*uniform(3, 99, 1).classes, *uniform(1, 699, 1).classes))
     assert caches(GLM_52, "FP8", lengths=ragged) == replace(
         caches(GLM_52, "FP8", lengths=ragged), kv_bytes=51_168 * 1000, indexer_cache_bytes=2_772 * 1000
     )

@@ -15,7 +15,7 @@ from castoff.casting.prediction import cast_structure
 from castoff.casting.price import Pricing
 from castoff.model.decoder import record_step
 from castoff.model.setup import stage_starts
-from castoff.ops.lengths import Lengths, Segment
+from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
 from castoff.ops.program import MAIN, BlockCall, OpCall, Program
 from castoff.spec.backend import load_backend
@@ -27,6 +27,7 @@ from castoff.spec.scenario import (
     Mtp,
     Parallel,
     Quant,
+    RequestClass,
     Scenario,
     Workload,
     deal_to_rank,
@@ -438,7 +439,7 @@ def lmhead_ranks(parallel: Parallel) -> int:
 def rank_lengths(scenario: Scenario) -> Lengths:
     ranks = scenario.parallel.num_devices // (scenario.parallel.tp_size * scenario.parallel.pp_size)
     dealt = deal_to_rank(request_classes(scenario.workload, scenario.mtp), ranks)
-    return Lengths(tuple(Segment(entry.count, entry.context, entry.query) for entry in dealt))
+    return Lengths(tuple(RequestClass(entry.count, entry.context, entry.query) for entry in dealt))
 
 
 @pytest.mark.property
@@ -505,7 +506,7 @@ class TestAnyStructure:
         setup = setup_of(spec, scenario)
         query = 1 + scenario.mtp.num_mtp_tokens
         counts, contexts = np.array([1, 7, 64]), np.array([0, 2047, 100_000])
-        together = record_step(setup, Lengths((Segment(counts, contexts, query),)))
+        together = record_step(setup, Lengths((RequestClass(counts, contexts, query),)))
         singles = [
             record_step(setup, uniform(count, context, query))
             for count, context in zip(counts.tolist(), contexts.tolist(), strict=True)
@@ -757,7 +758,7 @@ class TestSequenceParallel:
 def test_requests_of_a_ragged_batch_share_one_step() -> None:
     """Work is that of the requests together, whatever their order."""
     setup = setup_of(model(), Scenario())
-    ragged = Lengths((Segment(1, 100_000, 1), Segment(3, 10, 1), Segment(2, 2048, 1)))
-    turned = Lengths(tuple(reversed(ragged.segments)))
+    ragged = Lengths((RequestClass(1, 100_000, 1), RequestClass(3, 10, 1), RequestClass(2, 2048, 1)))
+    turned = Lengths(tuple(reversed(ragged.classes)))
     first, second = (sorted(works_of(record_step(setup, lengths))) for lengths in (ragged, turned))
     assert first == second

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from castoff.dims import Dim
-from castoff.ops.lengths import Lengths, Segment
+from castoff.ops.lengths import Lengths
+from castoff.spec.scenario import RequestClass
 from tests.generators import batches
 
 # Around the lengths that `batches` draws, so that requests below, across and above the limit all occur.
@@ -29,7 +30,7 @@ SUMS: dict[str, Callable[[Lengths], Dim]] = {
 
 def requests_of(lengths: Lengths) -> list[tuple[int, int]]:
     """(context, query) of every single request."""
-    return [(int(s.context), int(s.query)) for s in lengths.segments for _ in range(int(s.count))]
+    return [(int(s.context), int(s.query)) for s in lengths.classes for _ in range(int(s.count))]
 
 
 def positions_seen(lengths: Lengths) -> list[int]:
@@ -80,13 +81,13 @@ class TestRagged:
     @pytest.mark.parametrize("name", SUMS)
     @given(batches())
     def test_one_segment_per_request_is_the_same_batch(self, name: str, lengths: Lengths) -> None:
-        ragged = Lengths(tuple(Segment(1, context, query) for context, query in requests_of(lengths)))
+        ragged = Lengths(tuple(RequestClass(1, context, query) for context, query in requests_of(lengths)))
         assert SUMS[name](ragged) == SUMS[name](lengths)
 
     @pytest.mark.parametrize("name", SUMS)
     @given(lengths=batches(), other=batches())
     def test_two_batches_together(self, name: str, lengths: Lengths, other: Lengths) -> None:
-        together = SUMS[name](Lengths(lengths.segments + other.segments))
+        together = SUMS[name](Lengths(lengths.classes + other.classes))
         apart = [SUMS[name](lengths), SUMS[name](other)]
         assert together == (max(apart) if name == "longest" else sum(apart))
 
@@ -97,15 +98,15 @@ class TestArrays:
 
     @staticmethod
     def stacked(scenarios: list[Lengths]) -> Lengths:
-        columns = zip(*(lengths.segments for lengths in scenarios), strict=True)
-        return Lengths(tuple(Segment(*(np.array(dims) for dims in _transposed(column))) for column in columns))
+        columns = zip(*(lengths.classes for lengths in scenarios), strict=True)
+        return Lengths(tuple(RequestClass(*(np.array(dims) for dims in _transposed(column))) for column in columns))
 
     @pytest.mark.parametrize("name", SUMS)
     @given(data=st.data())
     def test_each_entry_equals_its_scalar(self, name: str, data: st.DataObject) -> None:
         num_segments = data.draw(st.integers(1, 3))
         batch = st.lists(batches(max_segments=1), min_size=num_segments, max_size=num_segments).map(
-            lambda parts: Lengths(tuple(segment for part in parts for segment in part.segments))
+            lambda parts: Lengths(tuple(segment for part in parts for segment in part.classes))
         )
         scenarios = data.draw(st.lists(batch, min_size=1, max_size=6))
         found = SUMS[name](self.stacked(scenarios))
@@ -121,13 +122,13 @@ class TestArrays:
 
     def test_only_one_dim_is_an_array(self) -> None:
         contexts = np.array([0, 100, 5000])
-        lengths = Lengths((Segment(2, contexts, 3),))
+        lengths = Lengths((RequestClass(2, contexts, 3),))
         for name, value in SUMS.items():
-            expected = [value(Lengths((Segment(2, int(context), 3),))) for context in contexts]
+            expected = [value(Lengths((RequestClass(2, int(context), 3),))) for context in contexts]
             assert np.broadcast_to(value(lengths), 3).tolist() == expected, name
 
 
-def _transposed(column: tuple[Segment, ...]) -> list[list[Any]]:
+def _transposed(column: tuple[RequestClass, ...]) -> list[list[Any]]:
     return [
         [segment.count for segment in column],
         [segment.context for segment in column],
@@ -139,17 +140,17 @@ class TestSizes:
     """Sums stay exact where they are large: a million tokens, thousands of requests."""
 
     def test_a_prefill_of_a_million_tokens(self) -> None:
-        lengths = Lengths((Segment(1, 0, 1_000_000),))
+        lengths = Lengths((RequestClass(1, 0, 1_000_000),))
         assert lengths.visible == 1_000_000 * 1_000_001 // 2
         # The first 2048 queries see 1 … 2048 tokens, all others select 2048.
         assert lengths.selected(2048) == 2048 * 2049 // 2 + (1_000_000 - 2048) * 2048
 
     def test_arrays_of_integers_do_not_overflow(self) -> None:
-        lengths = Lengths((Segment(np.array([4096]), np.array([1_000_000]), np.array([4096])),))
+        lengths = Lengths((RequestClass(np.array([4096]), np.array([1_000_000]), np.array([4096])),))
         assert np.asarray(lengths.visible).tolist() == [4096 * (4096 * 1_000_000 + 4096 * 4097 // 2)]
 
     @pytest.mark.parametrize(
         ("context", "selected"), [(0, 1), (2046, 2047), (2047, 2048), (2048, 2048), (61_000, 2048)]
     )
     def test_a_decode_step_around_the_limit(self, context: int, selected: int) -> None:
-        assert Lengths((Segment(1, context, 1),)).selected(2048) == selected
+        assert Lengths((RequestClass(1, context, 1),)).selected(2048) == selected

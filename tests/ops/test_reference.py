@@ -16,11 +16,12 @@ torch = pytest.importorskip("torch")
 from castoff.ops import attention, collectives, dsa_indexer, linear, mlapo, moe, norm, table, tokens  # noqa: E402
 from castoff.ops.attention import AttentionSizes  # noqa: E402
 from castoff.ops.dsa_indexer import IndexerSizes, IndexerWeights  # noqa: E402
-from castoff.ops.lengths import Lengths, Segment  # noqa: E402
+from castoff.ops.lengths import Lengths  # noqa: E402
 from castoff.ops.linear import Weight  # noqa: E402
 from castoff.ops.mlapo import MlapoSizes, MlapoWeights  # noqa: E402
 from castoff.ops.program import Abstract, Op, Recorder  # noqa: E402
 from castoff.spec.quant import CacheFormat  # noqa: E402
+from castoff.spec.scenario import RequestClass  # noqa: E402
 
 T, D, Q, R, P, N, V, H = 6, 12, 10, 16, 8, 5, 7, 3
 INDEX_HEADS, INDEX_DIM = 16, 12
@@ -159,7 +160,7 @@ def _indexer_case(length: int, topk: int, *, spare: int = 0) -> Case:
     return _case(
         dsa_indexer.DSA_INDEXER, rand(T, D), rand(T, Q), *angles(torch.arange(T)),
         rand(own.blocks, BLOCK_TOKENS, INDEX_DIM), own.slots_T, own.block_tables, own.lengths_B, *weights.tensors,
-        weights=weights, sizes=indexer_sizes(topk), lengths=Lengths((Segment(2, length - 3, 3),)),
+        weights=weights, sizes=indexer_sizes(topk), lengths=Lengths((RequestClass(2, length - 3, 3),)),
     )  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def _attention_case(op: Op, topk: int | None) -> Case:
     chosen = None if topk is None else ids(T, topk, below=6)
     return _case(
         op, rand(T, H, N + P), rand(own.blocks, BLOCK_TOKENS, R + P), chosen, own.block_tables, own.lengths_B,
-        kv_b.values, kv_b=kv_b, sizes=attention_sizes(topk), lengths=Lengths((Segment(2, 5, 3),)), phase="prefill",
+        kv_b.values, kv_b=kv_b, sizes=attention_sizes(topk), lengths=Lengths((RequestClass(2, 5, 3),)), phase="prefill",
     )  # fmt: skip
 
 

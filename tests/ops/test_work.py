@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 
 from castoff.dims import Dim
 from castoff.ops import attention, collectives, dsa_indexer, linear, mlapo, moe, norm, table, tokens
-from castoff.ops.lengths import Lengths, Segment
+from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
 from castoff.ops.program import Abstract, Op, OpCall, Recorder
 from castoff.ops.work import Collective, Part, Work
 from castoff.spec.mesh import Group
 from castoff.spec.quant import AttentionAction, CacheFormat, LinearAction, LinearFormat, cache_format, linear_format
+from castoff.spec.scenario import RequestClass
 from tests.generators import (
     ATTENTION_ACTIONS,
     LINEAR_ACTIONS,
@@ -547,7 +548,7 @@ class TestIndexer:
         parts, T = parts_of(call.op.work(call)), lengths.tokens
         pairs = sum(
             context + i + 1
-            for segment in lengths.segments
+            for segment in lengths.classes
             for _ in range(int(segment.count))
             for context, query in [(int(segment.context), int(segment.query))]
             for i in range(query)
@@ -570,7 +571,7 @@ class TestIndexer:
     def test_cache_traffic(self, cache: AttentionAction, s: Index, lengths: Lengths) -> None:
         call = Indexer(s, lengths, cache).select()
         parts, T = parts_of(call.op.work(call)), lengths.tokens
-        in_cache = sum(int(p.count) * (int(p.context) + int(p.query)) for p in lengths.segments)
+        in_cache = sum(int(p.count) * (int(p.context) + int(p.query)) for p in lengths.classes)
         key, scale, _ = KEYS[cache]
         assert parts["key_cache_read"].bytes == in_cache * key * s.E
         assert parts["key_cache_write"].bytes == T * key * s.E
@@ -592,7 +593,7 @@ class TestIndexer:
     @given(s=indexes, lengths=batches())
     def test_result(self, s: Index, lengths: Lengths) -> None:
         (ids,) = Indexer(s, lengths, "DISABLED").select().outputs
-        longest = max(int(p.context) + int(p.query) for p in lengths.segments)
+        longest = max(int(p.context) + int(p.query) for p in lengths.classes)
         assert ids.shape == (lengths.tokens, min(s.K, longest))
         assert ids.dtype == "int32"
 
@@ -667,7 +668,7 @@ class TestAttention:
     def seen(lengths: Lengths) -> list[int]:
         return [
             int(segment.context) + i + 1
-            for segment in lengths.segments
+            for segment in lengths.classes
             for _ in range(int(segment.count))
             for i in range(int(segment.query))
         ]
@@ -703,7 +704,7 @@ class TestAttention:
     def test_dense_decode(self, s: Latent, V: int, lengths: Lengths) -> None:
         call = self.run(s, V, lengths, topk=None, phase="decode")
         work, T, pairs = call.op.work(call), lengths.tokens, sum(self.seen(lengths))
-        in_cache = sum(int(p.count) * (int(p.context) + int(p.query)) for p in lengths.segments)
+        in_cache = sum(int(p.count) * (int(p.context) + int(p.query)) for p in lengths.classes)
         per_token = 2 * s.H * (s.N * s.R + s.R * V)
         per_pair = 2 * s.H * (s.R + s.P) + 2 * s.H * s.R
         assert matrix_flops(work) == per_token * T + per_pair * pairs
@@ -719,7 +720,7 @@ class TestAttention:
         """Keys and values of all rows are expanded; then every pair costs N + P for its score and V for its value."""
         call = self.run(s, V, lengths, topk=None, phase="prefill")
         work, T, pairs = call.op.work(call), lengths.tokens, sum(self.seen(lengths))
-        in_cache = sum(int(p.count) * (int(p.context) + int(p.query)) for p in lengths.segments)
+        in_cache = sum(int(p.count) * (int(p.context) + int(p.query)) for p in lengths.classes)
         expanded = in_cache * s.H * (s.N + V)
         assert matrix_flops(work) == 2 * s.R * expanded + 2 * pairs * s.H * (s.N + s.P + V)
         assert vector_flops(work) == 5 * s.H * pairs
@@ -1123,7 +1124,7 @@ class TestArrays:
         s = Index(D=20, Q=10, H=4, E=16, P=8, K=60)
 
         def run(count: Dim, context: Dim) -> Work:
-            call = Indexer(s, Lengths((Segment(count, context, 4),)), "FP8").select()
+            call = Indexer(s, Lengths((RequestClass(count, context, 4),)), "FP8").select()
             return call.op.work(call)
 
         self.check(run)
@@ -1131,7 +1132,7 @@ class TestArrays:
     @pytest.mark.parametrize(("topk", "phase"), [(60, "decode"), (None, "decode"), (None, "prefill")])
     def test_attention(self, topk: int | None, phase: str) -> None:
         def run(count: Dim, context: Dim) -> Work:
-            bench, lengths = Bench(), Lengths((Segment(count, context, 4),))
+            bench, lengths = Bench(), Lengths((RequestClass(count, context, 4),))
             own = attention.AttentionSizes(2, 4, 2, 8, 6, 1152, 1.0, topk)
             ids = None if topk is None else bench.x(lengths.tokens, topk, dtype="int32")
             return bench.work(
