@@ -114,7 +114,11 @@ def run(
     """Generate tokens with a model for real: the forward pass that `cast` prices, on torch tensors."""
     options = options or RunOptions()
     check_outputs({"--json": None if json in (None, "-") else Path(str(json)), "--profile": options.profile})
-    report = generate.run(model, options, num_hidden_layers=num_hidden_layers_override, progress=show_progress)
+    try:
+        report = generate.run(model, options, num_hidden_layers=num_hidden_layers_override, progress=show_progress)
+    finally:
+        # What follows, a result or an error, starts on a clean line.
+        show_progress("")
     if json:
         write_json(json, report.as_json())
     if json != "-":

@@ -30,7 +30,6 @@ from castoff.spec.scenario import Mtp, Quant, Scenario
 
 torch = lazy.load("torch")
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The structure is checked against a device that multiplies in every unquantised format; no figure of it is used.
 _CHECKED_AGAINST = "h200_sxm"
 
