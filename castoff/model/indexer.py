@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from castoff.dims import minimum
+from castoff.dims import ceil_div, minimum
 from castoff.model.inputs import CacheSource, StepInputs
 from castoff.model.setup import Setup
 from castoff.ops.collectives import all_gather
@@ -37,9 +37,10 @@ def index_tokens(
         assert topk_TK is not None, f"layer {layer} reuses a top-k, and no earlier call made one"
         indexer_key_write(normed_TD, inputs.cos_TP, inputs.sin_TP, cache, inputs.slot_mapping_T, own, sizes)
         return topk_TK
+    columns = minimum(sizes.topk_limit, ceil_div(inputs.longest, sizes.shards))
     local_TK, *scores = dsa_indexer(
         normed_TD, qa_normed_TQ, inputs.cos_TP, inputs.sin_TP, cache, inputs.slot_mapping_T,
-        inputs.block_tables, inputs.seq_lens_B, own, sizes, inputs.lengths,
+        inputs.block_tables, inputs.seq_lens_B, own, sizes, columns, inputs.lengths,
     )  # fmt: skip
     if setup.mesh.dcp.size == 1:
         return local_TK
@@ -47,9 +48,7 @@ def index_tokens(
     (scores_TK,) = scores
     ids_TC = all_gather(local_TK, setup.mesh.dcp, axis=1)
     scores_TC = all_gather(scores_TK, setup.mesh.dcp, axis=1)
-    assert setup.topk_limit is not None
-    longest = ids_TC.shape[1] if inputs.lengths is None else inputs.lengths.longest
-    return merge_topk(scores_TC, ids_TC, minimum(setup.topk_limit, longest))
+    return merge_topk(scores_TC, ids_TC, minimum(sizes.topk_limit, inputs.longest))
 
 
 def _weights(weights: Mapping[str, Weight]) -> IndexerWeights:

@@ -18,6 +18,7 @@ class StepInputs:
     """Tensors of one forward call. Axes: T tokens, B requests, P rope dims.
 
     Requests bring equally many tokens each where the tensors are real: T = B · S, the S last tokens of every request.
+    longest: tokens of the longest request after the step, or more where the shapes must not follow the lengths.
     lengths: what a cast needs; None where the tensors are real.
     busy_ranks: tokens of all attention-DP ranks over those of this one.
     """
@@ -28,6 +29,7 @@ class StepInputs:
     slot_mapping_T: Tensor
     block_tables: Tensor
     seq_lens_B: Tensor
+    longest: Dim
     lengths: Lengths | None
     busy_ranks: Dim = 1
 
@@ -54,6 +56,7 @@ def abstract_inputs(setup: Setup, lengths: Lengths, busy_ranks: Dim, recorder: R
             lengths.requests, ceil_div(lengths.longest, KV_BLOCK_TOKENS), dtype="int32", kind="metadata"
         ),
         seq_lens_B=recorder.tensor(lengths.requests, dtype="int32", kind="metadata"),
+        longest=lengths.longest,
         lengths=lengths,
         busy_ranks=busy_ranks,
     )

@@ -16,10 +16,11 @@ from castoff.ops.collectives import (
     all_reduce,
     all_to_all,
     dispatch_ffn_combine,
+    on_values,
     reduce_scatter,
     split_tokens,
 )
-from castoff.ops.linear import Weight, linear, quantize
+from castoff.ops.linear import Activations, Weight, linear, quantize
 from castoff.ops.moe import (
     expected_experts_touched,
     grouped_matmul,
@@ -111,9 +112,10 @@ def _dispatch_compute_combine(
         gate_up, down = weights["mlp.experts.gate_up_proj"], weights["mlp.experts.down_proj"]
         touched = _touched(setup, group_tokens)
         return dispatch_ffn_combine(rows_RD, gate_up, down, touched, local_rows, mesh.ep), shared_TD
-    sent_RD = all_to_all(rows_RD, mesh.ep, shape=(local_rows, hidden))
+    sent_RD = on_values(lambda rows: all_to_all(rows, mesh.ep, shape=(local_rows, hidden)), rows_RD)
     shared_TD = _shared_expert(setup, weights, shared_input_TD)
-    out_RD = _experts(setup, weights, all_gather(sent_RD, mesh.moe_tp), counts_E, tokens=group_tokens)
+    gathered_RD = on_values(lambda rows: all_gather(rows, mesh.moe_tp), sent_RD)
+    out_RD = _experts(setup, weights, gathered_RD, counts_E, tokens=group_tokens)
     return all_to_all(reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape), shared_TD
 
 
@@ -140,7 +142,7 @@ def _local_rows(setup: Setup, group_tokens: Dim) -> Dim:
     return minimum(mean * mesh.parallel.expert_load_imbalance, most)
 
 
-def _experts(setup: Setup, weights: Weights, rows_RD: Tensor, counts_E: Tensor, *, tokens: Dim) -> Tensor:
+def _experts(setup: Setup, weights: Weights, rows_RD: Activations, counts_E: Tensor, *, tokens: Dim) -> Tensor:
     """The two grouped products on this rank's rows; `tokens` is how many chose experts."""
     gate_up, down = weights["mlp.experts.gate_up_proj"], weights["mlp.experts.down_proj"]
     touched = _touched(setup, tokens)

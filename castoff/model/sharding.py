@@ -13,10 +13,11 @@ from castoff.ops.collectives import (
     all_reduce,
     all_to_all,
     matmul_all_reduce,
+    on_values,
     reduce_scatter,
     split_tokens,
 )
-from castoff.ops.linear import Weight, linear, quantize
+from castoff.ops.linear import Activations, Weight, linear, quantize
 from castoff.ops.program import Tensor
 from castoff.spec.mesh import Group
 
@@ -28,16 +29,16 @@ def peers(own: Group, tp: Group) -> Group:
     return Group(f"{own.name}_peers", tp.size // own.size, own.size)
 
 
-def gather_tokens(x_TD: Tensor, own: Group, tp: Group) -> Tensor:
+def gather_tokens(x_TD: Activations, own: Group, tp: Group) -> Activations:
     """Whole (T, D) to what a rank of `own` works on: (T·m/tp, D)."""
     if own.size >= tp.size:
-        return all_gather(x_TD, peers(own, tp))
-    return split_tokens(x_TD, tp.size // own.size)
+        return on_values(lambda x: all_gather(x, peers(own, tp)), x_TD)
+    return on_values(lambda x: split_tokens(x, tp.size // own.size), x_TD)
 
 
-def join_tokens(x_TD: Tensor, group: Group, tokens: Dim) -> Tensor:
+def join_tokens(x_TD: Activations, group: Group, tokens: Dim) -> Activations:
     """Pieces of `group` to `tokens` tokens; the padding of the last piece is dropped."""
-    return all_gather(x_TD, group).view(tokens, *x_TD.shape[1:])
+    return on_values(lambda x: all_gather(x, group).view(tokens, *x.shape[1:]), x_TD)
 
 
 def reduce_tokens(partial_TD: Tensor, own: Group, tp: Group, tokens: Dim, *, split: bool) -> Tensor:

@@ -151,6 +151,15 @@ def model_parameters(model: ModelSpec, *, mtp: bool = False) -> Iterator[Paramet
         yield outer["lm_head"]
 
 
+def parameter_format(setup: Setup, parameter: Parameter) -> LinearFormat | None:
+    """Number format of a parameter; None where it is never quantised."""
+    if parameter.role == "linear":
+        # The names of the list belong to integer formats; FP8 and MXFP4 checkpoints quantise these layers.
+        kept = parameter.name.removeprefix("self_attn.") in setup.unquantized
+        return None if kept and setup.linear.action not in ("FP8", "MXFP4") else setup.linear
+    return {"expert": setup.expert, "lm_head": setup.lm_head}.get(parameter.role)
+
+
 class RankWeights:
     """What the predicted rank holds of each parameter, as abstract weights of one recorder."""
 
@@ -177,22 +186,13 @@ class RankWeights:
         shape = self._rank_shape(parameter)
         if shape is None:
             return None
-        form = self._format(parameter)
+        form = parameter_format(self._setup, parameter)
         dtype = form.weight_dtype if form else "fp32" if parameter.role == "router" else "bf16"
         values = self._recorder.tensor(*shape, dtype=dtype, kind="weight")
-        if form is None:
-            return Weight(values)
-        stacked = int(product(shape[:-2]))
-        return Weight(values, stacked * form.weight_scale_bytes(shape[-2], shape[-1]), form)
-
-    def _format(self, parameter: Parameter) -> LinearFormat | None:
-        setup = self._setup
-        short = parameter.name.removeprefix("self_attn.")
-        if parameter.role == "linear":
-            # The names of the list belong to integer formats; FP8 and MXFP4 checkpoints quantise these layers.
-            kept = short in setup.unquantized and setup.linear.action not in ("FP8", "MXFP4")
-            return None if kept else setup.linear
-        return {"expert": setup.expert, "lm_head": setup.lm_head}.get(parameter.role)
+        if form is None or not form.has_scales:
+            return Weight(values, None, form)
+        scales = (*shape[:-2], *form.weight_scales(shape[-2], shape[-1]))
+        return Weight(values, self._recorder.tensor(*scales, dtype=form.scale_dtype, kind="weight"), form)
 
     def _rank_shape(self, parameter: Parameter) -> tuple[int, ...] | None:
         mesh, shape = self._setup.mesh, list(parameter.shape)

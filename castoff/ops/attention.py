@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import lazy_loader as lazy
 
 from castoff.dims import Dim
-from castoff.ops.dsa_indexer import gather_request_rows, visible_positions
+from castoff.ops.dsa_indexer import gather_request_rows, query_parts, visible_positions
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
@@ -20,6 +20,8 @@ torch = lazy.load("torch")
 
 # Scale, max, subtract, exponent and sum per score.
 SOFTMAX_OPERATIONS = 5
+# Prefill reads all rows of a context of up to this many times the selection.
+_MASKED_COLUMNS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,6 @@ def _absorbed_work(call: OpCall) -> Work:
     lengths: Lengths = call.attributes["lengths"]
     q_THX, topk_TK = call.tensor(0), call.inputs[2]
     tokens, heads, rank = q_THX.shape[0], sizes.heads, sizes.kv_lora_rank
-    kv_b: Weight = call.attributes["kv_b"]
     if sizes.topk_limit is None:
         rows = lengths.visible / sizes.shards
         reads = Part("kv_read", bytes=lengths.total_tokens / sizes.shards * sizes.cache_row_bytes)
@@ -75,7 +76,7 @@ def _absorbed_work(call: OpCall) -> Work:
     )
     if not sizes.absorbs:
         return Work(core)
-    q_absorb = Part("q_absorb", 2 * tokens * heads * sizes.qk_nope_head_dim * rank, "bf16", bytes=kv_b.bytes)
+    q_absorb = Part("q_absorb", 2 * tokens * heads * sizes.qk_nope_head_dim * rank, "bf16", bytes=call.tensor(5).bytes)
     v_up = Part("v_up", 2 * tokens * heads * rank * sizes.v_head_dim, "bf16")
     return Work((q_absorb, *core, v_up))
 
@@ -84,8 +85,7 @@ def _expanded_work(call: OpCall) -> Work:
     """Dense prefill: keys and values of every visible token are expanded through kv_b, then ordinary attention."""
     sizes: AttentionSizes = call.attributes["sizes"]
     lengths: Lengths = call.attributes["lengths"]
-    kv_b: Weight = call.attributes["kv_b"]
-    q_THX = call.tensor(0)
+    q_THX, kv_b_XR = call.tensor(0), call.tensor(5)
     heads, key_dim = sizes.heads, sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
     cached, pairs = lengths.total_tokens / sizes.shards, lengths.visible / sizes.shards
     expanded = heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
@@ -95,7 +95,7 @@ def _expanded_work(call: OpCall) -> Work:
                 "kv_expand",
                 2 * cached * sizes.kv_lora_rank * expanded,
                 "bf16",
-                bytes=kv_b.bytes + 4 * cached * expanded,
+                bytes=kv_b_XR.bytes + 4 * cached * expanded,
             ),
             Part("qk", 2 * pairs * heads * key_dim, "bf16", bytes=q_THX.bytes),
             Part("softmax", vector_flops=SOFTMAX_OPERATIONS * pairs * heads),
@@ -112,33 +112,66 @@ def _work(call: OpCall) -> Work:
     return _expanded_work(call) if dense_prefill else _absorbed_work(call)
 
 
-# Rows of one score matrix at most: bounds scratch memory to a few hundred MiB at 64 heads.
-_SCORE_ELEMENTS = 2**26
-
-
 def _reference(
     q_THX: Tensor, kv_cache: Tensor, topk_TK: Tensor | None, block_tables: Tensor, seq_lens_B: Tensor, kv_b_XR: Tensor,
-    *, kv_b: Weight, sizes: AttentionSizes, lengths: Lengths | None, phase: str,
+    *, sizes: AttentionSizes, lengths: Lengths | None, phase: str,
 ) -> tuple[Tensor]:  # fmt: skip
-    tokens, requests = q_THX.shape[0], seq_lens_B.shape[0]
-    queries = tokens // requests
     w_uk_HNR, w_uv_HVR = kv_b_XR.view(sizes.heads, -1, sizes.kv_lora_rank).split(
         [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=1
     )
     q_nope, q_rope = q_THX.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=-1)
-    q_latent_THR = torch.cat([torch.einsum("thn,hnr->thr", q_nope, w_uk_HNR), q_rope], dim=-1)
-    rows_BLX = gather_request_rows(kv_cache, block_tables)
-    allowed_BSL = visible_positions(seq_lens_B, queries, rows_BLX.shape[1])
-    if topk_TK is not None:
-        allowed_BSL = allowed_BSL & selected_positions(topk_TK.view(requests, queries, -1), rows_BLX.shape[1])
-    q_BSHX = q_latent_THR.view(requests, queries, sizes.heads, -1)
-    step = max(1, _SCORE_ELEMENTS // (requests * sizes.heads * rows_BLX.shape[1]))
-    pieces = [
-        _attend(q_BSHX[:, start : start + step], rows_BLX, allowed_BSL[:, start : start + step], sizes)
-        for start in range(0, queries, step)
-    ]
-    out_THR = torch.cat(pieces, dim=1).reshape(tokens, sizes.heads, sizes.kv_lora_rank)
+    q_THX = torch.cat([torch.einsum("thn,hnr->thr", q_nope, w_uk_HNR), q_rope], dim=-1)
+    columns = block_tables.shape[1] * kv_cache.shape[1]
+    # Many queries that select most of a short context read it once; others read the rows that they selected.
+    if topk_TK is None or (phase == "prefill" and columns <= _MASKED_COLUMNS * topk_TK.shape[1]):
+        out_THR = _attend_masked(q_THX, kv_cache, topk_TK, block_tables, seq_lens_B, sizes)
+    else:
+        out_THR = _attend_rows(q_THX, kv_cache, topk_TK, block_tables, seq_lens_B, sizes)
     return (torch.einsum("thr,hvr->thv", out_THR, w_uv_HVR).contiguous(),)
+
+
+def _attend_masked(
+    q_THX: Tensor, kv_cache: Tensor, topk_TK: Tensor | None, block_tables: Tensor, seq_lens_B: Tensor,
+    sizes: AttentionSizes,
+) -> Tensor:  # fmt: skip
+    """Over all rows of each request in order of position, of which the others than the selected are masked."""
+    tokens, requests = q_THX.shape[0], seq_lens_B.shape[0]
+    rows_BLX = gather_request_rows(kv_cache, block_tables)
+    columns = rows_BLX.shape[1]
+    allowed_BSL = visible_positions(seq_lens_B, tokens // requests, columns)
+    if topk_TK is not None:
+        allowed_BSL = allowed_BSL & selected_positions(topk_TK.view(*allowed_BSL.shape[:2], -1), columns)
+    q_BSHX = q_THX.view(requests, -1, *q_THX.shape[1:])
+    pieces = [
+        _attend(q_BSHX[:, part], rows_BLX, allowed_BSL[:, part], sizes)
+        for part in query_parts(q_BSHX.shape[1], requests * sizes.heads * columns)
+    ]
+    return torch.cat(pieces, dim=1).flatten(0, 1)
+
+
+def _attend_rows(
+    q_THX: Tensor, kv_cache: Tensor, topk_TK: Tensor, block_tables: Tensor, seq_lens_B: Tensor, sizes: AttentionSizes
+) -> Tensor:
+    """Over the selected rows of each query alone, in the order of the ids."""
+    tokens, requests = q_THX.shape[0], seq_lens_B.shape[0]
+    queries = tokens // requests
+    slots_TK = row_slots(topk_TK, block_tables, kv_cache.shape[1])
+    own_BS = seq_lens_B[:, None] - queries + torch.arange(queries, device=seq_lens_B.device)
+    allowed_TK = (topk_TK >= 0) & (topk_TK <= own_BS.view(tokens, 1))
+    rows = kv_cache.flatten(0, 1)
+    pieces = [
+        _attend(q_THX[part, None], rows[slots_TK[part]], allowed_TK[part, None], sizes)
+        for part in query_parts(tokens, topk_TK.shape[1] * max(sizes.heads, rows.shape[-1]))
+    ]
+    return torch.cat(pieces)[:, 0]
+
+
+def row_slots(topk_TK: Tensor, block_tables: Tensor, block_tokens: int) -> Tensor:
+    """Flat cache slots of selected tokens, (T, K); any slot for −1."""
+    ids_TK = topk_TK.clamp(min=0).long()
+    tables_TN = block_tables.repeat_interleave(topk_TK.shape[0] // block_tables.shape[0], dim=0)
+    blocks_TK = tables_TN.gather(1, (ids_TK // block_tokens).clamp(max=tables_TN.shape[1] - 1))
+    return blocks_TK.clamp(min=0) * block_tokens + ids_TK % block_tokens
 
 
 def _attend(q_BSHX: Tensor, rows_BLX: Tensor, allowed_BSL: Tensor, sizes: AttentionSizes) -> Tensor:
@@ -194,11 +227,11 @@ def multihead_latent_attention(
     op = quant if quantized else plain
     return op(
         q_THX, kv_cache, topk_TK, block_tables, seq_lens_B, kv_b.values,
-        kv_b=kv_b, sizes=sizes, lengths=lengths, phase=phase,
+        sizes=sizes, lengths=lengths, phase=phase,
     )  # fmt: skip
 
 
-def _absorb_shapes(q_THX: Abstract, kv_b_XR: Abstract, *, sizes: AttentionSizes, kv_b: Weight) -> Shapes:
+def _absorb_shapes(q_THX: Abstract, kv_b_XR: Abstract, *, sizes: AttentionSizes) -> Shapes:
     return (((*q_THX.shape[:2], sizes.absorbed_head_dim), "bf16"),)
 
 
@@ -207,7 +240,7 @@ def _absorb_work(call: OpCall) -> Work:
     return Work((_half_of_kv_b("q_absorb", call, sizes.qk_nope_head_dim),))
 
 
-def _expand_shapes(out_THR: Abstract, kv_b_XR: Abstract, *, sizes: AttentionSizes, kv_b: Weight) -> Shapes:
+def _expand_shapes(out_THR: Abstract, kv_b_XR: Abstract, *, sizes: AttentionSizes) -> Shapes:
     return (((*out_THR.shape[:2], sizes.v_head_dim), "bf16"),)
 
 
@@ -219,9 +252,8 @@ def _expand_work(call: OpCall) -> Work:
 def _half_of_kv_b(name: str, call: OpCall, width: int) -> Part:
     """A batched product per head with the half of kv_b that has `width` rows a head."""
     sizes: AttentionSizes = call.attributes["sizes"]
-    kv_b: Weight = call.attributes["kv_b"]
-    x_THX = call.tensor(0)
-    read = kv_b.bytes * width / (sizes.qk_nope_head_dim + sizes.v_head_dim)
+    x_THX, kv_b_XR = call.tensor(0), call.tensor(1)
+    read = kv_b_XR.bytes * width / (sizes.qk_nope_head_dim + sizes.v_head_dim)
     flops = 2 * x_THX.shape[0] * x_THX.shape[1] * width * sizes.kv_lora_rank
     return Part(name, flops, "bf16", bytes=x_THX.bytes + read + call.outputs[0].bytes)
 
@@ -243,12 +275,12 @@ EXPAND_VALUE = Op("expand_value", "matmul", _expand_shapes, _expand_work)
 
 def absorb_query(q_THX: Tensor, kv_b: Weight, sizes: AttentionSizes) -> Tensor:
     """(q_nope · W_uk, q_rope) per head, (T, H, R + P): a query that several ranks can score against their rows."""
-    return ABSORB_QUERY(q_THX, kv_b.values, sizes=sizes, kv_b=kv_b)[0]
+    return ABSORB_QUERY(q_THX, kv_b.values, sizes=sizes)[0]
 
 
 def expand_value(out_THR: Tensor, kv_b: Weight, sizes: AttentionSizes) -> Tensor:
     """Latent results (T, H, R) of whole softmaxes to values: out · W_uv, (T, H, V)."""
-    return EXPAND_VALUE(out_THR, kv_b.values, sizes=sizes, kv_b=kv_b)[0]
+    return EXPAND_VALUE(out_THR, kv_b.values, sizes=sizes)[0]
 
 
 def rescale_shard(out_THR: Tensor, lse_TH: Tensor, every_lse_TX: Tensor) -> Tensor:

@@ -5,12 +5,16 @@ The first axis is tokens (or rows); the last is features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from castoff.dims import Dim, ceil_div, maximum
-from castoff.ops.linear import Weight, product_part
+from castoff.ops.linear import Activations, Quantized, Weight, parts_of, product_part
 from castoff.ops.moe import SWIGLU_OPERATIONS, grouped_part
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Collective, CollectiveKind, Part, Work
 from castoff.spec.mesh import Group
+from castoff.spec.quant import LinearFormat
 
 
 def _same(x: Abstract, *, group: Group, shape: tuple[Dim, ...] | None = None) -> Shapes:
@@ -30,6 +34,11 @@ ALL_GATHER = Op("all_gather", "collective", _same, _work)
 REDUCE_SCATTER = Op("reduce_scatter", "collective", _same, _work)
 ALL_TO_ALL = Op("all_to_all", "collective", _same, _work)
 SEND_RECV = Op("send_recv", "collective", _same, _work)
+
+
+def on_values(collective: Callable[[Tensor], Tensor], x: Activations) -> Activations:
+    """A collective on a tensor, or on the values of quantised activations; their scales travel in the same message."""
+    return replace(x, values=collective(x.values)) if isinstance(x, Quantized) else collective(x)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -68,35 +77,41 @@ def split_tokens(x: Tensor, ranks: int) -> Tensor:
     return x if ranks == 1 else x.view(ceil_div(x.shape[0], ranks), *x.shape[1:])
 
 
-def _matmul_all_reduce_shapes(x_TI: Abstract, weight_OI: Abstract, *, weight: Weight, group: Group) -> Shapes:
-    return (((x_TI.shape[0], weight_OI.shape[0]), "bf16"),)
+def _matmul_all_reduce_shapes(
+    x_TI: Abstract, weight_OI: Abstract, x_scales: Abstract | None, weight_scales: Abstract | None,
+    *, format: LinearFormat | None, dtype: str, group: Group,
+) -> Shapes:  # fmt: skip
+    return (((x_TI.shape[0], weight_OI.shape[0]), dtype),)
 
 
 def _matmul_all_reduce_work(call: OpCall) -> Work:
-    out_features = call.tensor(1).shape[0]
-    assert isinstance(out_features, int)
-    part = product_part("matmul", call.tensor(0), call.attributes["weight"], out_features)
+    weight = Weight(call.tensor(1), call.inputs[3], call.attributes["format"])
+    part = product_part("matmul", call.tensor(0), call.inputs[2], weight, weight.values.shape[0])
     return Work((part,), (Collective("all_reduce", call.outputs[0].bytes, call.attributes["group"]),))
 
 
 MATMUL_ALL_REDUCE = Op("matmul_all_reduce", "matmul", _matmul_all_reduce_shapes, _matmul_all_reduce_work)
 
 
-def matmul_all_reduce(x_TI: Tensor, weight: Weight, group: Group) -> Tensor:
+def matmul_all_reduce(x_TI: Activations, weight: Weight, group: Group) -> Tensor:
     """all_reduce(linear(x, weight)) in one kernel that sends tiles as they are done; x is in the weight's format."""
-    return MATMUL_ALL_REDUCE(x_TI, weight.values, weight=weight, group=group)[0]
+    values, scales, dtype = parts_of(x_TI)
+    return MATMUL_ALL_REDUCE(
+        values, weight.values, scales, weight.scales, format=weight.format, dtype=dtype, group=group
+    )[0]
 
 
 def _dispatch_ffn_combine_shapes(
-    rows_RD: Abstract, *_: Abstract, gate_up: Weight, down: Weight, touched: Dim, local_rows: Dim, group: Group
-) -> Shapes:
-    return ((rows_RD.shape, "bf16"),)
+    rows_RD: Abstract, *_: Abstract | None, formats: tuple[LinearFormat | None, ...], dtype: str, touched: Dim,
+    local_rows: Dim, group: Group,
+) -> Shapes:  # fmt: skip
+    return ((rows_RD.shape, dtype),)
 
 
 def _dispatch_ffn_combine_work(call: OpCall) -> Work:
-    rows_RD = call.tensor(0)
-    gate_up: Weight = call.attributes["gate_up"]
-    down: Weight = call.attributes["down"]
+    rows_RD, form = call.tensor(0), call.attributes["formats"]
+    gate_up = Weight(call.tensor(1), call.inputs[4], form[0])
+    down = Weight(call.tensor(2), call.inputs[5], form[1])
     local_rows, touched, group = (call.attributes[name] for name in ("local_rows", "touched", "group"))
     width = down.values.shape[2]
     local_RD = rows_RD.view(local_rows, rows_RD.shape[1])
@@ -107,9 +122,9 @@ def _dispatch_ffn_combine_work(call: OpCall) -> Work:
     return Work(
         (
             Part("quantize", vector_flops=arriving * local_RD.elements),
-            grouped_part(local_RD, gate_up, touched, middle_RI.bytes),
+            grouped_part(local_RD, None, gate_up, touched, middle_RI.bytes),
             Part("swiglu", vector_flops=operations * middle_RI.elements),
-            grouped_part(middle_RI, down, touched, 2 * local_RD.elements),
+            grouped_part(middle_RI, None, down, touched, 2 * local_RD.elements),
         ),
         (
             Collective("all_to_all", maximum(rows_RD.bytes, local_RD.bytes), group),
@@ -124,13 +139,14 @@ DISPATCH_FFN_COMBINE = Op(
 
 
 def dispatch_ffn_combine(
-    rows_RD: Tensor, gate_up: Weight, down: Weight, touched: Dim, local_rows: Dim, group: Group
+    rows_RD: Activations, gate_up: Weight, down: Weight, touched: Dim, local_rows: Dim, group: Group
 ) -> Tensor:
     """Dispatch, the experts' two products with SwiGLU between, and combine, in one kernel that overlaps them.
 
     rows_RD: this rank's token copies (R, D) in expert order; local_rows: rows that its experts receive. Returns (R, D).
     """
+    values, scales, dtype = parts_of(rows_RD)
     return DISPATCH_FFN_COMBINE(
-        rows_RD, gate_up.values, down.values,
-        gate_up=gate_up, down=down, touched=touched, local_rows=local_rows, group=group,
+        values, gate_up.values, down.values, scales, gate_up.scales, down.scales,
+        formats=(gate_up.format, down.format), dtype=dtype, touched=touched, local_rows=local_rows, group=group,
     )[0]  # fmt: skip

@@ -10,19 +10,26 @@ from dataclasses import dataclass
 
 import lazy_loader as lazy
 
-from castoff.dims import Dim, ceil_div, minimum
+from castoff.dims import Dim
 from castoff.ops.lengths import Lengths
-from castoff.ops.linear import Weight
+from castoff.ops.linear import Weight, product, sum_bytes
 from castoff.ops.mlapo import ROPE_OPERATIONS, rotate_half_split, rotate_interleaved, write_rows
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Part, Work
-from castoff.spec.quant import CacheFormat
+from castoff.spec.quant import CacheFormat, LinearFormat
 
 torch = lazy.load("torch")
 
 K_NORM_EPS = 1e-6
 # A radix selection over 32-bit keys looks at every score once per 8-bit digit.
 TOPK_PASSES = 4
+# Elements of one score matrix at most: bounds scratch memory to a few hundred MiB.
+_SCORE_ELEMENTS = 2**26
+# Where −inf comes in the order of `_best`.
+_LOWEST = -0x7F800001
+
+
+Formats = tuple[LinearFormat | None, LinearFormat | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +43,24 @@ class IndexerWeights:
     k_norm_bias: Weight
 
     @property
-    def tensors(self) -> tuple[Abstract, ...]:
-        """The weights as op inputs."""
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The weights as op inputs: values, then scales."""
         weights = (self.wq_b, self.wk, self.weights_proj, self.k_norm, self.k_norm_bias)
-        return tuple(weight.values for weight in weights)
+        return (*(weight.values for weight in weights), self.wq_b.scales, self.wk.scales)
+
+    @property
+    def formats(self) -> Formats:
+        """Number formats of wq_b and wk; the other weights are never quantised."""
+        return self.wq_b.format, self.wk.format
+
+
+def _weights_of(tensors: tuple[Tensor | None, ...], formats: Formats) -> IndexerWeights:
+    """The weights whose `tensors` these are."""
+    wq_b, wk, weights_proj, k_norm, k_norm_bias, wq_b_scales, wk_scales = tensors
+    return IndexerWeights(
+        Weight(wq_b, wq_b_scales, formats[0]), Weight(wk, wk_scales, formats[1]),
+        Weight(weights_proj), Weight(k_norm), Weight(k_norm_bias),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +77,14 @@ class IndexerSizes:
 
 
 def _shapes(
-    hidden_TD: Abstract, *_: Abstract, weights: IndexerWeights, sizes: IndexerSizes, lengths: Lengths
+    hidden_TD: Abstract, *_: Abstract | None, formats: Formats, sizes: IndexerSizes, topk: Dim, lengths: Lengths | None
 ) -> Shapes:
-    chosen = (hidden_TD.shape[0], minimum(sizes.topk_limit, ceil_div(lengths.longest, sizes.shards)))
+    chosen = (hidden_TD.shape[0], topk)
     return ((chosen, "int32"),) if sizes.shards == 1 else ((chosen, "int32"), (chosen, "fp32"))
 
 
 def _work(call: OpCall) -> Work:
-    weights: IndexerWeights = call.attributes["weights"]
+    weights = _weights_of(call.inputs[8:], call.attributes["formats"])
     sizes: IndexerSizes = call.attributes["sizes"]
     lengths: Lengths = call.attributes["lengths"]
     hidden_TD, qa_TQ = call.tensor(0), call.tensor(1)
@@ -73,7 +94,7 @@ def _work(call: OpCall) -> Work:
     keys_read = lengths.total_tokens / sizes.shards
     parts = [
         _projection("q_proj", qa_TQ, weights.wq_b, reads_input=True),
-        *_key_parts(hidden_TD, weights, sizes),
+        *_key_parts(hidden_TD, weights.wk, weights.k_norm.bytes + weights.k_norm_bias.bytes, sizes),
         _projection("head_weights_proj", hidden_TD, weights.weights_proj, reads_input=False),
         Part("rope", vector_flops=ROPE_OPERATIONS * tokens * heads * sizes.qk_rope_head_dim),
     ]
@@ -92,21 +113,33 @@ def _work(call: OpCall) -> Work:
     return Work(tuple(parts))
 
 
-def _key_write_shapes(hidden_TD: Abstract, *_: Abstract, weights: IndexerWeights, sizes: IndexerSizes) -> Shapes:
+def _key_write_shapes(
+    hidden_TD: Abstract, *_: Abstract | None, format: LinearFormat | None, sizes: IndexerSizes
+) -> Shapes:
     return ()
 
 
 def _key_write_work(call: OpCall) -> Work:
-    return Work(tuple(_key_parts(call.tensor(0), call.attributes["weights"], call.attributes["sizes"])))
+    wk, k_norm, k_norm_bias, wk_scales = call.inputs[5:]
+    assert wk is not None
+    return Work(
+        tuple(
+            _key_parts(
+                call.tensor(0),
+                Weight(wk, wk_scales, call.attributes["format"]),
+                float(sum_bytes((k_norm, k_norm_bias))),
+                call.attributes["sizes"],
+            )
+        )
+    )
 
 
-def _key_parts(hidden_TD: Abstract, weights: IndexerWeights, sizes: IndexerSizes) -> list[Part]:
+def _key_parts(hidden_TD: Abstract, wk: Weight, norm_bytes: float, sizes: IndexerSizes) -> list[Part]:
     """Key projection, LayerNorm, RoPE and the write to the cache: what every call does, top-k reused or not."""
     tokens = hidden_TD.shape[0]
     elements = tokens * sizes.head_dim
-    norm_bytes = weights.k_norm.bytes + weights.k_norm_bias.bytes
     parts = [
-        _projection("k_proj", hidden_TD, weights.wk, reads_input=True),
+        _projection("k_proj", hidden_TD, wk, reads_input=True),
         Part("k_norm", vector_flops=6 * elements, bytes=norm_bytes),
         Part("k_rope", vector_flops=ROPE_OPERATIONS * tokens * sizes.qk_rope_head_dim),
         Part("key_cache_write", bytes=tokens * sizes.cache.index_key_bytes),
@@ -131,45 +164,75 @@ def _projection(name: str, x_TI: Abstract, weight: Weight, *, reads_input: bool)
 
 def _reference(
     hidden_TD: Tensor, qa_TQ: Tensor, cos_TP: Tensor, sin_TP: Tensor, indexer_cache: Tensor, slot_mapping_T: Tensor,
-    block_tables: Tensor, seq_lens_B: Tensor, wq_b: Tensor, wk: Tensor, weights_proj: Tensor, k_norm: Tensor,
-    k_norm_bias: Tensor, *, weights: IndexerWeights, sizes: IndexerSizes, lengths: Lengths | None,
+    block_tables: Tensor, seq_lens_B: Tensor, *tensors: Tensor | None,
+    formats: Formats, sizes: IndexerSizes, topk: int, lengths: Lengths | None,
 ) -> tuple[Tensor]:  # fmt: skip
+    weights = _weights_of(tensors, formats)
     tokens, requests = hidden_TD.shape[0], seq_lens_B.shape[0]
-    write_rows(indexer_cache, slot_mapping_T, _keys(hidden_TD, cos_TP, sin_TP, wk, k_norm, k_norm_bias, sizes))
-    q_THE = torch.nn.functional.linear(qa_TQ, wq_b).view(tokens, sizes.heads, sizes.head_dim)
-    q_THE = _rotate(q_THE, cos_TP, sin_TP, sizes)
+    queries = tokens // requests
+    norm, bias = weights.k_norm.values, weights.k_norm_bias.values
+    key_TE = _keys(product(hidden_TD, weights.wk), cos_TP, sin_TP, norm, bias, sizes)
+    write_rows(indexer_cache, slot_mapping_T, key_TE)
+    q_THE = product(qa_TQ, weights.wq_b).view(tokens, sizes.heads, sizes.head_dim)
+    q_BSHE = _rotate(q_THE, cos_TP, sin_TP, sizes).view(requests, queries, sizes.heads, sizes.head_dim)
     wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-    head_weights_TH = torch.nn.functional.linear(hidden_TD, weights_proj).to(wide) * sizes.heads**-0.5
-    keys_BLE = gather_request_rows(indexer_cache, block_tables).to(wide)
-    per_request = (requests, tokens // requests)
-    q_BSHE = q_THE.to(wide).view(*per_request, sizes.heads, sizes.head_dim)
-    scores_BSHL = torch.einsum("bshe,ble->bshl", q_BSHE, keys_BLE) * sizes.head_dim**-0.5
-    weights_BSH = head_weights_TH.view(*per_request, sizes.heads)
-    scores_BSL = torch.einsum("bsh,bshl->bsl", weights_BSH, scores_BSHL.relu_())
-    visible_BSL = visible_positions(seq_lens_B, per_request[1], scores_BSL.shape[-1])
-    scores_BSL = scores_BSL.masked_fill(~visible_BSL, -torch.inf)
-    width = min(sizes.topk_limit, int(seq_lens_B.max()))
-    # A stable sort: among equal scores the lowest id comes first.
-    best, ids_BSK = scores_BSL.sort(dim=-1, descending=True, stable=True)
-    ids_BSK = ids_BSK[..., :width].masked_fill(best[..., :width] == -torch.inf, -1)
-    return (ids_BSK.reshape(tokens, width).to(torch.int32),)
+    head_weights_TH = torch.nn.functional.linear(hidden_TD, weights.weights_proj.values).to(wide) * sizes.heads**-0.5
+    weights_BSH = head_weights_TH.view(requests, queries, sizes.heads)
+    rows_BLX = gather_request_rows(indexer_cache, block_tables)
+    visible_BSL = visible_positions(seq_lens_B, queries, rows_BLX.shape[1])
+    chosen = [
+        _best(
+            _scores(q_BSHE[:, part], weights_BSH[:, part], rows_BLX).masked_fill(~visible_BSL[:, part], -torch.inf),
+            topk,
+        )
+        for part in query_parts(queries, requests * sizes.heads * rows_BLX.shape[1])
+    ]
+    return (torch.cat(chosen, dim=1).view(tokens, topk),)
+
+
+def _scores(q_BSHE: Tensor, weights_BSH: Tensor, rows_BLE: Tensor) -> Tensor:
+    """head_dim^-0.5 · sum_h w_h · relu(q_h · k): (B, S, L)."""
+    wide = weights_BSH.dtype
+    scores_BSHL = torch.einsum("bshe,ble->bshl", q_BSHE.to(wide), rows_BLE.to(wide)).relu_()
+    return torch.einsum("bsh,bshl->bsl", weights_BSH, scores_BSHL) * q_BSHE.shape[-1] ** -0.5
+
+
+def _best(scores_BSL: Tensor, topk: int) -> Tensor:
+    """Ids of the topk largest scores, the best first, equals by id; −1 for a score of −inf. int32 (B, S, topk)."""
+    columns = scores_BSL.shape[-1]
+    width = min(topk, columns)
+    if scores_BSL.dtype == torch.float64:
+        # A stable sort: among equal scores the lowest id comes first.
+        best, ids = scores_BSL.sort(dim=-1, descending=True, stable=True)
+        ids = ids[..., :width].masked_fill(best[..., :width] == -torch.inf, -1)
+    else:
+        # One integer holds score and id, so that no two are equal and a selection without a full sort does.
+        # Adding zero turns −0 into 0; flipping the low bits of negatives gives the order of the floats.
+        bits = (scores_BSL + 0.0).view(torch.int32).long()
+        ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        from_the_end = torch.arange(columns - 1, -1, -1, device=scores_BSL.device)
+        keys = (ordered << 32 | from_the_end).topk(width, dim=-1).values
+        ids = columns - 1 - (keys & 0xFFFFFFFF)
+        ids = ids.masked_fill(keys >> 32 == _LOWEST, -1)
+    return torch.nn.functional.pad(ids, (0, topk - width), value=-1).to(torch.int32)
 
 
 def _key_write_reference(
-    hidden_TD: Tensor, cos_TP: Tensor, sin_TP: Tensor, indexer_cache: Tensor, slot_mapping_T: Tensor, wk: Tensor,
-    k_norm: Tensor, k_norm_bias: Tensor, *, weights: IndexerWeights, sizes: IndexerSizes,
+    hidden_TD: Tensor, cos_TP: Tensor, sin_TP: Tensor, indexer_cache: Tensor, slot_mapping_T: Tensor,
+    wk: Tensor, k_norm: Tensor, k_norm_bias: Tensor, wk_scales: Tensor | None,
+    *, format: LinearFormat | None, sizes: IndexerSizes,
 ) -> tuple[()]:  # fmt: skip
-    write_rows(indexer_cache, slot_mapping_T, _keys(hidden_TD, cos_TP, sin_TP, wk, k_norm, k_norm_bias, sizes))
+    key_TE = product(hidden_TD, Weight(wk, wk_scales, format))
+    write_rows(indexer_cache, slot_mapping_T, _keys(key_TE, cos_TP, sin_TP, k_norm, k_norm_bias, sizes))
     return ()
 
 
 def _keys(
-    hidden_TD: Tensor, cos_TP: Tensor, sin_TP: Tensor, wk: Tensor, k_norm: Tensor, k_norm_bias: Tensor,
-    sizes: IndexerSizes,
-) -> Tensor:  # fmt: skip
-    key_TE = torch.nn.functional.linear(hidden_TD, wk)
-    key_TE = torch.nn.functional.layer_norm(key_TE, (sizes.head_dim,), k_norm, k_norm_bias, K_NORM_EPS)
-    return _rotate(key_TE, cos_TP, sin_TP, sizes)
+    key_TE: Tensor, cos_TP: Tensor, sin_TP: Tensor, k_norm: Tensor, k_norm_bias: Tensor, sizes: IndexerSizes
+) -> Tensor:
+    """Normed and rotated keys of projected ones."""
+    normed_TE = torch.nn.functional.layer_norm(key_TE, (sizes.head_dim,), k_norm, k_norm_bias, K_NORM_EPS)
+    return _rotate(normed_TE, cos_TP, sin_TP, sizes)
 
 
 def _rotate(x_TXE: Tensor, cos_TP: Tensor, sin_TP: Tensor, sizes: IndexerSizes) -> Tensor:
@@ -183,6 +246,12 @@ def gather_request_rows(cache: Tensor, block_tables: Tensor) -> Tensor:
     """All rows that each request's block table names, (B, blocks · block tokens, X); unused blocks repeat block 0."""
     rows = cache[block_tables.clamp(min=0)]
     return rows.view(block_tables.shape[0], -1, cache.shape[-1])
+
+
+def query_parts(queries: int, elements: int) -> list[slice]:
+    """Cuts of the queries of a request for score matrices of bounded size; `elements` is the size for one query."""
+    step = max(1, _SCORE_ELEMENTS // max(elements, 1))
+    return [slice(start, start + step) for start in range(0, queries, step)]
 
 
 def visible_positions(seq_lens_B: Tensor, queries: int, columns: int) -> Tensor:
@@ -206,6 +275,7 @@ def dsa_indexer(
     seq_lens_B: Tensor,
     weights: IndexerWeights,
     sizes: IndexerSizes,
+    topk: Dim,
     lengths: Lengths | None,
 ) -> tuple[Tensor, ...]:
     """Ids of the cached tokens that each query attends to.
@@ -213,17 +283,17 @@ def dsa_indexer(
         q_h = rotate(qa · wq_bᵀ)_h;  k = rotate(layer_norm(hidden · wkᵀ));  indexer_cache[slot_mapping] = k
         w   = hidden · weights_projᵀ · heads^-0.5
         score(t, j) = head_dim^-0.5 · sum_h w_th · relu(q_th · k_j)      for j up to the query's own position
-        topk_t = ids of the topk_limit largest scores, ties to the lowest id
+        topk_t = ids of the topk largest scores, ties to the lowest id
 
     A quantised cache (FP8, INT8) also rotates q and k by a Hadamard matrix and scores in that format.
-    qa and hidden come quantised from mlapo where wq_b and wk ask for it.
-    Returns int32 (T, min(topk_limit, longest request)); unused columns hold −1. Where several ranks split the keys,
+    topk: columns of the result, at most topk_limit; as many as the longest request has tokens are enough.
+    Returns int32 (T, topk), the best first; unused columns come last and hold −1. Where several ranks split the keys,
     these are the best of this rank's, and their scores, fp32, come with them. Mutates indexer_cache.
     What must not change the result: the block size of the cache and the allocated length, only the real lengths count.
     """
     return DSA_INDEXER(
         hidden_TD, qa_normed_TQ, cos_TP, sin_TP, indexer_cache, slot_mapping_T, block_tables, seq_lens_B,
-        *weights.tensors, weights=weights, sizes=sizes, lengths=lengths,
+        *weights.tensors, formats=weights.formats, sizes=sizes, topk=topk, lengths=lengths,
     )  # fmt: skip
 
 
@@ -239,7 +309,7 @@ def indexer_key_write(
     """Write the indexer keys of new tokens in a call that reuses an earlier top-k. Mutates indexer_cache."""
     INDEXER_KEY_WRITE(
         hidden_TD, cos_TP, sin_TP, indexer_cache, slot_mapping_T, weights.wk.values, weights.k_norm.values,
-        weights.k_norm_bias.values, weights=weights, sizes=sizes,
+        weights.k_norm_bias.values, weights.wk.scales, format=weights.wk.format, sizes=sizes,
     )  # fmt: skip
 
 

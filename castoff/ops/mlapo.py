@@ -11,15 +11,19 @@ import lazy_loader as lazy
 import numpy as np
 
 from castoff.dims import Dim
-from castoff.ops.linear import Weight
+from castoff.ops.linear import Weight, product
 from castoff.ops.norm import rms_norm_reference
-from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor, dtype_name
 from castoff.ops.work import Part, Work
+from castoff.spec.quant import LinearFormat
 
 torch = lazy.load("torch")
 
 # cos·a − sin·b per rotated value.
 ROPE_OPERATIONS = 3
+
+
+Formats = tuple[LinearFormat | None, LinearFormat | None, LinearFormat | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,35 @@ class MlapoWeights:
     q_b: Weight
     kv_a: Weight
     kv_a_norm: Weight
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The weights as op inputs: values, then scales."""
+        weights = (self.q_a, self.q_a_norm, self.q_b, self.kv_a, self.kv_a_norm)
+        values = (None if weight is None else weight.values for weight in weights)
+        return (*values, *(None if weight is None else weight.scales for weight in self._projections))
+
+    @property
+    def formats(self) -> Formats:
+        """Number formats of q_a, q_b and kv_a; the norms are never quantised."""
+        q_a, q_b, kv_a = self._projections
+        return None if q_a is None else q_a.format, q_b.format, kv_a.format
+
+    @property
+    def _projections(self) -> tuple[Weight | None, Weight, Weight]:
+        return self.q_a, self.q_b, self.kv_a
+
+
+def _weights_of(tensors: tuple[Tensor | None, ...], formats: Formats) -> MlapoWeights:
+    """The weights whose `tensors` these are."""
+    q_a, q_a_norm, q_b, kv_a, kv_a_norm, *scales = tensors
+    return MlapoWeights(
+        None if q_a is None else Weight(q_a, scales[0], formats[0]),
+        None if q_a_norm is None else Weight(q_a_norm),
+        Weight(q_b, scales[1], formats[1]),
+        Weight(kv_a, scales[2], formats[2]),
+        Weight(kv_a_norm),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +78,19 @@ class MlapoSizes:
     cache_row_bytes: int
 
 
-def _shapes(hidden_TD: Abstract, *_: Abstract | None, weights: MlapoWeights, sizes: MlapoSizes, eps: float) -> Shapes:
-    tokens = hidden_TD.shape[0]
+def _shapes(hidden_TD: Abstract, *_: Abstract | None, formats: Formats, sizes: MlapoSizes, eps: float) -> Shapes:
+    tokens, dtype = hidden_TD.shape[0], dtype_name(hidden_TD)
     head_dim = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
     return (
-        ((tokens, sizes.heads, head_dim), "bf16"),
-        ((tokens, sizes.kv_lora_rank), "bf16"),
-        ((tokens, sizes.qk_rope_head_dim), "bf16"),
-        ((tokens, sizes.q_lora_rank), "bf16"),
+        ((tokens, sizes.heads, head_dim), dtype),
+        ((tokens, sizes.kv_lora_rank), dtype),
+        ((tokens, sizes.qk_rope_head_dim), dtype),
+        ((tokens, sizes.q_lora_rank), dtype),
     )
 
 
 def _work(call: OpCall) -> Work:
-    weights: MlapoWeights = call.attributes["weights"]
+    weights = _weights_of(call.inputs[5:], call.attributes["formats"])
     sizes: MlapoSizes = call.attributes["sizes"]
     hidden_TD, cos_TP = call.tensor(0), call.tensor(1)
     q_states, kv_c_normed, k_rot, qa_normed = call.outputs
@@ -139,20 +172,19 @@ def write_rows(cache: Tensor, slot_mapping_T: Tensor, rows_TX: Tensor) -> None:
 
 def _reference(
     hidden_TD: Tensor, cos_TP: Tensor, sin_TP: Tensor, slot_mapping_T: Tensor, kv_cache: Tensor,
-    q_a: Tensor, q_a_norm: Tensor, q_b: Tensor, kv_a: Tensor, kv_a_norm: Tensor,
-    *, weights: MlapoWeights, sizes: MlapoSizes, eps: float,
+    *tensors: Tensor | None, formats: Formats, sizes: MlapoSizes, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    product = torch.nn.functional.linear
+    weights = _weights_of(tensors, formats)
     tokens = hidden_TD.shape[0]
-    if q_a is None:
+    if weights.q_a is None or weights.q_a_norm is None:
         qa_TQ, q_input = hidden_TD.new_empty(tokens, 0), hidden_TD
     else:
-        (qa_TQ,) = rms_norm_reference(product(hidden_TD, q_a), q_a_norm, eps=eps)
+        (qa_TQ,) = rms_norm_reference(product(hidden_TD, weights.q_a), weights.q_a_norm.values, eps=eps)
         q_input = qa_TQ
-    q_THX = product(q_input, q_b).view(tokens, sizes.heads, -1)
+    q_THX = product(q_input, weights.q_b).view(tokens, sizes.heads, -1)
     q_nope, q_rope = q_THX.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=-1)
-    latent_TR, key_TP = product(hidden_TD, kv_a).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
-    (latent_TR,) = rms_norm_reference(latent_TR, kv_a_norm, eps=eps)
+    latent_TR, key_TP = product(hidden_TD, weights.kv_a).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
+    (latent_TR,) = rms_norm_reference(latent_TR, weights.kv_a_norm.values, eps=eps)
     key_TP = rotate_interleaved(key_TP, cos_TP, sin_TP)
     write_rows(kv_cache, slot_mapping_T, torch.cat([latent_TR, key_TP], dim=-1))
     q_THX = torch.cat([q_nope, rotate_interleaved(q_rope, cos_TP, sin_TP)], dim=-1)
@@ -160,7 +192,7 @@ def _reference(
 
 
 MLAPO = Op("mlapo", "matmul", _shapes, _work, _reference)
-MLAPO_QUANT = Op("mlapo_quant", "matmul", _shapes, _work)
+MLAPO_QUANT = Op("mlapo_quant", "matmul", _shapes, _work, _reference)
 
 
 def mlapo(
@@ -185,12 +217,7 @@ def mlapo(
     """
     op = MLAPO if weights.q_b.is_plain else MLAPO_QUANT
     q_states, kv_c_normed, k_rot, qa_normed = op(
-        hidden_TD, cos_TP, sin_TP, slot_mapping_T, kv_cache, *_weight_tensors(weights),
-        weights=weights, sizes=sizes, eps=eps,
+        hidden_TD, cos_TP, sin_TP, slot_mapping_T, kv_cache, *weights.tensors,
+        formats=weights.formats, sizes=sizes, eps=eps,
     )  # fmt: skip
     return q_states, kv_c_normed, k_rot, qa_normed
-
-
-def _weight_tensors(weights: MlapoWeights) -> tuple[Tensor | None, ...]:
-    ordered = (weights.q_a, weights.q_a_norm, weights.q_b, weights.kv_a, weights.kv_a_norm)
-    return tuple(None if weight is None else weight.values for weight in ordered)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import lazy_loader as lazy
 
 from castoff.dims import Dim, minimum
-from castoff.ops.linear import Weight, sum_bytes
-from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
+from castoff.ops.linear import Activations, Quantized, Weight, parts_of, sum_bytes
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor, dtype_name, torch_dtype
+from castoff.ops.quantization import quantize_activations, quantized_product
 from castoff.ops.work import Part, Work
 from castoff.spec.model import MoeSpec
+from castoff.spec.quant import LinearFormat
 
 torch = lazy.load("torch")
 
@@ -137,10 +139,33 @@ def moe_unpermute(rows_RD: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tenso
     return MOE_UNPERMUTE(rows_RD, weights_TK, order_R)[0]
 
 
-def _grouped_shapes(
-    rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, *, weight: Weight, touched: Dim
+def _grouped_shapes(rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, *, touched: Dim | None) -> Shapes:
+    return (((rows_RI.shape[0], weight_EOI.shape[1]), dtype_name(rows_RI)),)
+
+
+def _grouped_swiglu_shapes(
+    rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, *, touched: Dim | None
 ) -> Shapes:
-    return (((rows_RI.shape[0], weight_EOI.shape[1]), "bf16"),)
+    return (((rows_RI.shape[0], _swiglu_width(weight_EOI)), dtype_name(rows_RI)),)
+
+
+def _grouped_quant_shapes(
+    rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, rows_scales: Abstract | None,
+    weight_scales: Abstract, *, format: LinearFormat, dtype: str, touched: Dim | None,
+) -> Shapes:  # fmt: skip
+    return (((rows_RI.shape[0], weight_EOI.shape[1]), dtype),)
+
+
+def _grouped_quant_swiglu_shapes(
+    rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, rows_scales: Abstract | None,
+    weight_scales: Abstract, *, format: LinearFormat, dtype: str, touched: Dim | None,
+) -> Shapes:  # fmt: skip
+    shape = (rows_RI.shape[0], _swiglu_width(weight_EOI))
+    if not format.quantizes_activations:
+        return ((shape, dtype),)
+    values = (shape, format.activation_dtype)
+    scales = format.activation_scales(shape[1])
+    return (values, ((shape[0], scales), format.scale_dtype)) if scales else (values,)
 
 
 def _swiglu_width(weight_EOI: Abstract) -> int:
@@ -149,13 +174,7 @@ def _swiglu_width(weight_EOI: Abstract) -> int:
     return doubled // 2
 
 
-def _grouped_swiglu_shapes(
-    rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, *, weight: Weight, touched: Dim
-) -> Shapes:
-    return (((rows_RI.shape[0], _swiglu_width(weight_EOI)), weight.matrix_dtype),)
-
-
-def grouped_part(rows_RI: Abstract, weight: Weight, touched: Dim, out_bytes: Dim) -> Part:
+def grouped_part(rows_RI: Abstract, rows_scales: Abstract | None, weight: Weight, touched: Dim, out_bytes: Dim) -> Part:
     """Part of a grouped product; only the experts that got rows are read."""
     experts, out_features, inputs = weight.values.shape
     read = weight.bytes / experts * minimum(touched, experts)
@@ -163,35 +182,66 @@ def grouped_part(rows_RI: Abstract, weight: Weight, touched: Dim, out_bytes: Dim
         "grouped_matmul",
         2 * rows_RI.shape[0] * inputs * out_features,
         weight.matrix_dtype,
-        bytes=rows_RI.bytes + read + out_bytes,
+        bytes=sum_bytes((rows_RI, rows_scales)) + read + out_bytes,
     )
 
 
+def _operands(call: OpCall) -> tuple[Abstract | None, Weight]:
+    """Scales of the rows and the weight of a recorded grouped product."""
+    form = call.attributes.get("format")
+    if form is None:
+        return None, Weight(call.tensor(1))
+    return call.inputs[3], Weight(call.tensor(1), call.tensor(4), form)
+
+
 def _grouped_work(call: OpCall) -> Work:
-    weight, touched = call.attributes["weight"], call.attributes["touched"]
-    return Work((grouped_part(call.tensor(0), weight, touched, call.outputs[0].bytes),))
+    scales, weight = _operands(call)
+    return Work((grouped_part(call.tensor(0), scales, weight, call.attributes["touched"], call.outputs[0].bytes),))
 
 
 def _grouped_swiglu_work(call: OpCall) -> Work:
-    weight: Weight = call.attributes["weight"]
-    output = call.outputs[0]
-    part = grouped_part(call.tensor(0), weight, call.attributes["touched"], output.bytes)
+    scales, weight = _operands(call)
+    part = grouped_part(call.tensor(0), scales, weight, call.attributes["touched"], sum_bytes(call.outputs))
     operations = SWIGLU_OPERATIONS + weight.quantize_operations
-    return Work((part, Part("swiglu", vector_flops=operations * output.elements)))
+    return Work((part, Part("swiglu", vector_flops=operations * call.outputs[0].elements)))
 
 
-def _grouped_reference(
-    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, *, weight: Weight, touched: Dim | None
-) -> tuple[Tensor]:
+def _grouped_reference(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, *, touched: Dim | None) -> tuple[Tensor]:
     pieces = rows_RI.split(counts_E.tolist())
     products = [piece @ weight_EOI[expert].T for expert, piece in enumerate(pieces) if piece.shape[0]]
     return (torch.cat(products) if products else rows_RI.new_empty(0, weight_EOI.shape[1]),)
 
 
 def _grouped_swiglu_reference(
-    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, *, weight: Weight, touched: Dim | None
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, *, touched: Dim | None
 ) -> tuple[Tensor]:
-    return _swiglu_reference(*_grouped_reference(rows_RI, weight_EOI, counts_E, weight=weight, touched=touched))
+    return _swiglu_reference(*_grouped_reference(rows_RI, weight_EOI, counts_E, touched=touched))
+
+
+def _grouped_quant_reference(
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, rows_scales: Tensor | None, weight_scales: Tensor,
+    *, format: LinearFormat, dtype: str, touched: Dim | None,
+) -> tuple[Tensor]:  # fmt: skip
+    products, start = [rows_RI.new_empty(0, weight_EOI.shape[1], dtype=torch_dtype(dtype))], 0
+    for expert, count in enumerate(counts_E.tolist()):
+        if count:
+            own = slice(start, start + count)
+            scales = None if rows_scales is None else rows_scales[own]
+            weight = (weight_EOI[expert], weight_scales[expert])
+            products.append(quantized_product(rows_RI[own], scales, *weight, format, dtype))
+            start += count
+    return (torch.cat(products),)
+
+
+def _grouped_quant_swiglu_reference(
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, rows_scales: Tensor | None, weight_scales: Tensor,
+    *, format: LinearFormat, dtype: str, touched: Dim | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    (hidden_R2I,) = _grouped_quant_reference(
+        rows_RI, weight_EOI, counts_E, rows_scales, weight_scales, format=format, dtype=dtype, touched=touched
+    )
+    (hidden_RI,) = _swiglu_reference(hidden_R2I)
+    return quantize_activations(hidden_RI, format) if format.quantizes_activations else (hidden_RI,)
 
 
 def _swiglu_reference(x_T2I: Tensor) -> tuple[Tensor]:
@@ -200,28 +250,45 @@ def _swiglu_reference(x_T2I: Tensor) -> tuple[Tensor]:
 
 
 GROUPED_MATMUL = Op("grouped_matmul", "grouped_matmul", _grouped_shapes, _grouped_work, _grouped_reference)
-GROUPED_MATMUL_QUANT = Op("grouped_matmul_quant", "grouped_matmul", _grouped_shapes, _grouped_work)
+GROUPED_MATMUL_QUANT = Op(
+    "grouped_matmul_quant", "grouped_matmul", _grouped_quant_shapes, _grouped_work, _grouped_quant_reference
+)
 GROUPED_MATMUL_SWIGLU = Op(
     "grouped_matmul_swiglu", "grouped_matmul", _grouped_swiglu_shapes, _grouped_swiglu_work, _grouped_swiglu_reference
 )
 GROUPED_MATMUL_QUANT_SWIGLU = Op(
-    "grouped_matmul_quant_swiglu", "grouped_matmul", _grouped_swiglu_shapes, _grouped_swiglu_work
-)
+    "grouped_matmul_quant_swiglu", "grouped_matmul", _grouped_quant_swiglu_shapes, _grouped_swiglu_work,
+    _grouped_quant_swiglu_reference,
+)  # fmt: skip
 
 
-def grouped_matmul(rows_RI: Tensor, weight: Weight, counts_E: Tensor, touched: Dim | None) -> Tensor:
+def grouped_matmul(rows_RI: Activations, weight: Weight, counts_E: Tensor, touched: Dim | None) -> Tensor:
     """Rows of each expert times that expert's weight (E, O, I): (R, O).
 
     counts_E: rows of each expert, which lie in expert order. touched: experts that are read, for the cast alone.
     """
-    op = GROUPED_MATMUL if weight.is_plain else GROUPED_MATMUL_QUANT
-    return op(rows_RI, weight.values, counts_E, weight=weight, touched=touched)[0]
+    if weight.is_plain:
+        return GROUPED_MATMUL(rows_RI, weight.values, counts_E, touched=touched)[0]
+    return _call_quantized(GROUPED_MATMUL_QUANT, rows_RI, weight, counts_E, touched)[0]
 
 
-def grouped_matmul_swiglu(rows_RI: Tensor, weight: Weight, counts_E: Tensor, touched: Dim | None) -> Tensor:
+def grouped_matmul_swiglu(rows_RI: Activations, weight: Weight, counts_E: Tensor, touched: Dim | None) -> Activations:
     """grouped_matmul with (gate | up) weights and SwiGLU in one kernel; the result is in the weight's input format."""
-    op = GROUPED_MATMUL_SWIGLU if weight.is_plain else GROUPED_MATMUL_QUANT_SWIGLU
-    return op(rows_RI, weight.values, counts_E, weight=weight, touched=touched)[0]
+    if weight.is_plain:
+        return GROUPED_MATMUL_SWIGLU(rows_RI, weight.values, counts_E, touched=touched)[0]
+    values, *scales = _call_quantized(GROUPED_MATMUL_QUANT_SWIGLU, rows_RI, weight, counts_E, touched)
+    if not weight.quantizes_activations:
+        return values
+    return Quantized(values, scales[0] if scales else None, parts_of(rows_RI)[2])
+
+
+def _call_quantized(
+    op: Op, rows_RI: Activations, weight: Weight, counts_E: Tensor, touched: Dim | None
+) -> tuple[Tensor, ...]:
+    values, scales, dtype = parts_of(rows_RI)
+    return op(
+        values, weight.values, counts_E, scales, weight.scales, format=weight.format, dtype=dtype, touched=touched
+    )
 
 
 def _swiglu_shapes(x_T2I: Abstract) -> Shapes:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import lazy_loader as lazy
 
-from castoff.ops.linear import Weight, sum_bytes
-from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
+from castoff.ops.linear import Quantized, Weight, sum_bytes
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor, dtype_name
+from castoff.ops.quantization import quantize_activations
 from castoff.ops.work import Part, Work
 from castoff.spec.quant import LinearFormat
 
@@ -23,10 +24,7 @@ def _work(call: OpCall) -> Work:
     added = any(value is not None and value.kind == "activation" for value in call.inputs[1:])
     form: LinearFormat | None = call.attributes.get("format")
     operations = _NORM_OPERATIONS + (1 if added else 0) + (form.quantize_operations if form else 0)
-    moved = sum_bytes(call.outputs)
-    for value in call.inputs:
-        if value is not None:
-            moved = moved + value.bytes
+    moved = sum_bytes(call.outputs) + sum_bytes(call.inputs)
     return Work((Part("norm", vector_flops=operations * x_TD.elements, bytes=moved),))
 
 
@@ -43,7 +41,7 @@ def _quantized(x_TD: Abstract, *_: Abstract, eps: float, format: LinearFormat) -
     assert isinstance(width, int)
     return (
         (x_TD.shape, format.activation_dtype),
-        ((*tokens, format.activation_scales(width)), format.activation_scale_dtype),
+        ((*tokens, format.activation_scales(width)), format.scale_dtype),
     )
 
 
@@ -78,6 +76,25 @@ def _add_rms_norm2_reference(
     return (*rms_norm_reference(sum_TD, weight_D, eps=eps), sum_TD)
 
 
+def _rms_norm_quant_reference(
+    x_TD: Tensor, weight_D: Tensor, *, eps: float, format: LinearFormat
+) -> tuple[Tensor, Tensor]:
+    return quantize_activations(*rms_norm_reference(x_TD, weight_D, eps=eps), format)
+
+
+def _add_rms_norm_quant_reference(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, *, eps: float, format: LinearFormat
+) -> tuple[Tensor, Tensor]:
+    return _rms_norm_quant_reference(x_TD + residual_TD, weight_D, eps=eps, format=format)
+
+
+def _add_rms_norm2_quant_reference(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, *, eps: float, format: LinearFormat
+) -> tuple[Tensor, Tensor, Tensor]:
+    sum_TD = x_TD + residual_TD
+    return (*_rms_norm_quant_reference(sum_TD, weight_D, eps=eps, format=format), sum_TD)
+
+
 def _add_reference(x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor]:
     return (x_TD + y_TD,)
 
@@ -85,9 +102,11 @@ def _add_reference(x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor]:
 RMS_NORM = Op("rms_norm", "norm", _normed, _work, rms_norm_reference)
 ADD_RMS_NORM = Op("add_rms_norm", "norm", _normed, _work, _add_rms_norm_reference)
 ADD_RMS_NORM2 = Op("add_rms_norm2", "norm", _normed_and_residual, _work, _add_rms_norm2_reference)
-RMS_NORM_DYNAMIC_QUANT = Op("rms_norm_dynamic_quant", "norm", _quantized, _work)
-ADD_RMS_NORM_DYNAMIC_QUANT = Op("add_rms_norm_dynamic_quant", "norm", _quantized, _work)
-ADD_RMS_NORM2_DYNAMIC_QUANT = Op("add_rms_norm2_dynamic_quant", "norm", _quantized_and_residual, _work)
+RMS_NORM_DYNAMIC_QUANT = Op("rms_norm_dynamic_quant", "norm", _quantized, _work, _rms_norm_quant_reference)
+ADD_RMS_NORM_DYNAMIC_QUANT = Op("add_rms_norm_dynamic_quant", "norm", _quantized, _work, _add_rms_norm_quant_reference)
+ADD_RMS_NORM2_DYNAMIC_QUANT = Op(
+    "add_rms_norm2_dynamic_quant", "norm", _quantized_and_residual, _work, _add_rms_norm2_quant_reference
+)
 ADD = Op("add", "elementwise", _add_shapes, _add_work, _add_reference)
 
 
@@ -101,9 +120,10 @@ def rms_norm(x_TD: Tensor, weight: Weight, eps: float) -> Tensor:
     return RMS_NORM(x_TD, weight.values, eps=eps)[0]
 
 
-def rms_norm_dynamic_quant(x_TD: Tensor, weight: Weight, eps: float, format: LinearFormat) -> Tensor:
+def rms_norm_dynamic_quant(x_TD: Tensor, weight: Weight, eps: float, format: LinearFormat) -> Quantized:
     """rms_norm and dynamic quantisation of its result, in one kernel."""
-    return RMS_NORM_DYNAMIC_QUANT(x_TD, weight.values, eps=eps, format=format)[0]
+    values, scales = RMS_NORM_DYNAMIC_QUANT(x_TD, weight.values, eps=eps, format=format)
+    return Quantized(values, scales, dtype_name(x_TD))
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight: Weight, eps: float) -> Tensor:
@@ -113,9 +133,10 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight: Weight, eps: float) 
 
 def add_rms_norm_dynamic_quant(
     x_TD: Tensor, residual_TD: Tensor, weight: Weight, eps: float, format: LinearFormat
-) -> Tensor:
+) -> Quantized:
     """add_rms_norm and dynamic quantisation of its result, in one kernel."""
-    return ADD_RMS_NORM_DYNAMIC_QUANT(x_TD, residual_TD, weight.values, eps=eps, format=format)[0]
+    values, scales = ADD_RMS_NORM_DYNAMIC_QUANT(x_TD, residual_TD, weight.values, eps=eps, format=format)
+    return Quantized(values, scales, dtype_name(x_TD))
 
 
 def add_rms_norm2(x_TD: Tensor, residual_TD: Tensor, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
@@ -126,7 +147,7 @@ def add_rms_norm2(x_TD: Tensor, residual_TD: Tensor, weight: Weight, eps: float)
 
 def add_rms_norm2_dynamic_quant(
     x_TD: Tensor, residual_TD: Tensor, weight: Weight, eps: float, format: LinearFormat
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Quantized, Tensor]:
     """(quantised rms_norm(x + residual), x + residual), in one kernel."""
-    normed_TD, _, sum_TD = ADD_RMS_NORM2_DYNAMIC_QUANT(x_TD, residual_TD, weight.values, eps=eps, format=format)
-    return normed_TD, sum_TD
+    values, scales, sum_TD = ADD_RMS_NORM2_DYNAMIC_QUANT(x_TD, residual_TD, weight.values, eps=eps, format=format)
+    return Quantized(values, scales, dtype_name(x_TD)), sum_TD

@@ -66,6 +66,7 @@ class Op:
 
     `shapes(*inputs, **attributes)` gives (shape, dtype) per result; `work(call)` the work of a recorded call;
     `reference(*inputs, **attributes)` computes the results from torch tensors, by the op's definition.
+    Inputs are tensors alone; attributes are numbers, words and frozen dataclasses of them.
     """
 
     name: str
@@ -252,14 +253,28 @@ def on_stream(x: Tensor, stream: str) -> AbstractContextManager[None]:
     return x.recorder.on_stream(stream) if isinstance(x, Abstract) else nullcontext()
 
 
+_TORCH_NAMES = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "float8_e4m3fn",
+    "int8": "int8",
+    "int32": "int32",
+}
+
+
 def dtype_name(x: Tensor) -> str:
-    """castoff's name of a tensor's dtype; real floats of any width count as bf16, the unquantised format."""
+    """castoff's name of a tensor's dtype."""
     if isinstance(x, Abstract):
         return x.dtype
-    return _TORCH_NAMES.get(str(x.dtype), "bf16")
+    name = str(x.dtype).removeprefix("torch.")
+    return next(own for own, torch_name in _TORCH_NAMES.items() if torch_name == name)
 
 
-_TORCH_NAMES = {"torch.int8": "int8", "torch.float8_e4m3fn": "fp8"}
+def torch_dtype(name: str) -> Any:
+    """torch's dtype of castoff's name."""
+    return getattr(torch, _TORCH_NAMES[name])
 
 
 def _values(tensors: tuple[Abstract | None, ...]) -> tuple[int | None, ...]:

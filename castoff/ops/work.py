@@ -13,6 +13,7 @@ from castoff.dims import Dim
 from castoff.spec.mesh import Group
 
 DTYPE_BYTES: dict[str, float] = {
+    "fp64": 8,
     "fp32": 4,
     "int32": 4,
     "bf16": 2,

@@ -82,6 +82,7 @@ class Engine:
             slot_mapping_T=slots_BS.reshape(-1),
             block_tables=tables,
             seq_lens_B=lengths_B,
+            longest=max(rows.lengths),
             lengths=None,
         )
 

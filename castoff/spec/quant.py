@@ -44,17 +44,21 @@ class LinearFormat:
         """Whether the input must be quantised before the product."""
         return self.activation_dtype != "bf16"
 
-    def weight_scale_bytes(self, rows: float, columns: float) -> float:
-        """Bytes of scales for a weight of `rows` outputs and `columns` inputs."""
+    @property
+    def has_scales(self) -> bool:
+        """Whether weights have scales beside their values."""
+        return self.action != "DISABLED"
+
+    def weight_scales(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the scales of a weight of `rows` outputs and `columns` inputs: per block of 128 by 128 (FP8), per
+        group of inputs (MXFP4), or per output."""
         match self.action:
-            case "DISABLED":
-                return 0
             case "FP8":
-                return 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
+                return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
             case "MXFP4":
-                return rows * -(-columns // self.group_size)
+                return rows, -(-columns // self.group_size)
             case _:
-                return 4 * rows
+                return rows, 1
 
     @property
     def quantize_operations(self) -> int:
@@ -64,8 +68,8 @@ class LinearFormat:
         return 4 if self.dynamic else 2
 
     @property
-    def activation_scale_dtype(self) -> str:
-        """Format of the scales that are found at run time: a shared exponent for MXFP4, fp32 else."""
+    def scale_dtype(self) -> str:
+        """Format of the scales of weights and activations: a shared exponent for MXFP4, fp32 else."""
         return "e8m0" if self.action == "MXFP4" else "fp32"
 
     def activation_scales(self, columns: int) -> int:

@@ -5,6 +5,7 @@ Axes as in the ops.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,15 +20,19 @@ from castoff.ops.dsa_indexer import IndexerSizes, IndexerWeights  # noqa: E402
 from castoff.ops.lengths import Lengths  # noqa: E402
 from castoff.ops.linear import Weight  # noqa: E402
 from castoff.ops.mlapo import MlapoSizes, MlapoWeights  # noqa: E402
-from castoff.ops.program import Abstract, Op, Recorder  # noqa: E402
-from castoff.spec.quant import CacheFormat  # noqa: E402
+from castoff.ops.program import Abstract, Op, Recorder, dtype_name  # noqa: E402
+from castoff.ops.quantization import quantize_activations, quantize_weight  # noqa: E402
+from castoff.spec.quant import CacheFormat, LinearAction, linear_format  # noqa: E402
 from castoff.spec.scenario import RequestClass  # noqa: E402
 
 T, D, Q, R, P, N, V, H = 6, 12, 10, 16, 8, 5, 7, 3
 INDEX_HEADS, INDEX_DIM = 16, 12
 BLOCK_TOKENS = 4
-DTYPES = {torch.int32: "int32", torch.int64: "int32"}
+DTYPES = {torch.int32: "int32", torch.int64: "int32", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 CACHE = CacheFormat("DISABLED", 2 * (R + P), 2 * INDEX_DIM, 0, "bf16")
+
+
+QUANTIZED_ACTIONS: tuple[LinearAction, ...] = ("W8A8_DYNAMIC", "FP8")
 
 
 def rand(*shape: int, seed: int = 0) -> Any:
@@ -140,27 +145,70 @@ def _gate_case(groups: int, appended: int = 0) -> Case:
     )  # fmt: skip
 
 
-def _mlapo_case(*, low_rank: bool) -> Case:
-    weights = mlapo_weights(low_rank=low_rank)
-    sizes = MlapoSizes(H, N, P, R, Q if low_rank else 0, CACHE.latent_row_bytes)
-    own = batch([8, 8], 3)
-    values = tuple(None if weight is None else weight.values for weight in vars_of(weights))
+def quantized(weight_XOI: Any, action: LinearAction) -> Weight:
+    """A weight in a number format."""
+    form = linear_format(action)
+    return Weight(*quantize_weight(weight_XOI, form), form)
+
+
+def _linear_quant_case(action: LinearAction) -> Case:
+    weight = quantized(rand(130, 150), action)
+    assert weight.format is not None
+    x, scales = rand(T, 150), None
+    if weight.quantizes_activations:
+        x, scales = quantize_activations(x, weight.format)
+    return _case(linear.LINEAR_QUANT, x, weight.values, scales, weight.scales, format=weight.format, dtype="bf16")
+
+
+def _grouped_quant_case(op: Op, action: LinearAction) -> Case:
+    weight, counts = quantized(rand(4, 260, 150), action), torch.tensor([3, 0, 1, 2], dtype=torch.int32)
+    assert weight.format is not None
+    values, scales = quantize_activations(rand(T, 150), weight.format)
     return _case(
-        mlapo.MLAPO, rand(T, D), *angles(torch.arange(T)), own.slots_T, rand(own.blocks, BLOCK_TOKENS, R + P), *values,
-        weights=weights, sizes=sizes, eps=1e-6,
+        op, values, weight.values, counts, scales, weight.scales, format=weight.format, dtype="bf16", touched=2
+    )
+
+
+def _dynamic_quantize_case(action: LinearAction) -> Case:
+    return _case(linear.DYNAMIC_QUANTIZE, rand(T, 150), format=linear_format(action))
+
+
+def _norm_quant_case(op: Op, inputs: int, action: LinearAction) -> Case:
+    return _case(
+        op, *(rand(T, 150, seed=at) for at in range(inputs)), rand(150), eps=1e-6, format=linear_format(action)
+    )
+
+
+def _mlapo_quant_case(action: LinearAction) -> Case:
+    plain = mlapo_weights(low_rank=True)
+    assert plain.q_a is not None
+    q_a, q_b, kv_a = (quantized(weight.values, action) for weight in (plain.q_a, plain.q_b, plain.kv_a))
+    weights = replace(plain, q_a=q_a, q_b=q_b, kv_a=kv_a)
+    case = _mlapo_case(low_rank=True)
+    return replace(
+        case, op=mlapo.MLAPO_QUANT, inputs=(*case.inputs[:5], *weights.tensors),
+        attributes={**case.attributes, "formats": weights.formats},
     )  # fmt: skip
 
 
-def vars_of(weights: MlapoWeights) -> tuple[Weight | None, ...]:
-    return (weights.q_a, weights.q_a_norm, weights.q_b, weights.kv_a, weights.kv_a_norm)
+def _mlapo_case(*, low_rank: bool) -> Case:
+    weights = mlapo_weights(low_rank=low_rank)
+    tensors = weights.tensors
+    sizes = MlapoSizes(H, N, P, R, Q if low_rank else 0, CACHE.latent_row_bytes)
+    own = batch([8, 8], 3)
+    return _case(
+        mlapo.MLAPO, rand(T, D), *angles(torch.arange(T)), own.slots_T, rand(own.blocks, BLOCK_TOKENS, R + P), *tensors,
+        formats=(None, None, None), sizes=sizes, eps=1e-6,
+    )  # fmt: skip
 
 
 def _indexer_case(length: int, topk: int, *, spare: int = 0) -> Case:
     own, weights = batch([length, length], 3, spare=spare), indexer_weights()
     return _case(
         dsa_indexer.DSA_INDEXER, rand(T, D), rand(T, Q), *angles(torch.arange(T)),
-        rand(own.blocks, BLOCK_TOKENS, INDEX_DIM), own.slots_T, own.block_tables, own.lengths_B, *weights.tensors,
-        weights=weights, sizes=indexer_sizes(topk), lengths=Lengths((RequestClass(2, length - 3, 3),)),
+        rand(own.blocks, BLOCK_TOKENS, INDEX_DIM), own.slots_T, own.block_tables, own.lengths_B,
+        *weights.tensors, formats=(None, None), sizes=indexer_sizes(topk), topk=min(topk, length),
+        lengths=Lengths((RequestClass(2, length - 3, 3),)),
     )  # fmt: skip
 
 
@@ -169,14 +217,14 @@ def _attention_case(op: Op, topk: int | None) -> Case:
     chosen = None if topk is None else ids(T, topk, below=6)
     return _case(
         op, rand(T, H, N + P), rand(own.blocks, BLOCK_TOKENS, R + P), chosen, own.block_tables, own.lengths_B,
-        kv_b.values, kv_b=kv_b, sizes=attention_sizes(topk), lengths=Lengths((RequestClass(2, 5, 3),)), phase="prefill",
+        kv_b.values, sizes=attention_sizes(topk), lengths=Lengths((RequestClass(2, 5, 3),)), phase="prefill",
     )  # fmt: skip
 
 
 def _grouped_case(op: Op) -> Case:
     weight = Weight(rand(4, 10, D))
     counts = torch.tensor([3, 0, 1, 2], dtype=torch.int32)
-    return _case(op, rand(T, D), weight.values, counts, weight=weight, touched=2)
+    return _case(op, rand(T, D), weight.values, counts, touched=2)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -188,7 +236,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "add_rms_norm": lambda: _case(norm.ADD_RMS_NORM, rand(T, D), rand(T, D), rand(D), eps=1e-6),
     "add_rms_norm2": lambda: _case(norm.ADD_RMS_NORM2, rand(T, D), rand(T, D), rand(D), eps=1e-6),
     "add": lambda: _case(norm.ADD, rand(T, D), rand(T, D)),
-    "linear": lambda: _case(linear.LINEAR, rand(T, D), rand(5, D), weight=Weight(rand(5, D)), dtype="bf16"),
+    "linear": lambda: _case(linear.LINEAR, rand(T, D), rand(5, D)),
     "mlapo": lambda: _mlapo_case(low_rank=True),
     "mlapo without q_lora_rank": lambda: _mlapo_case(low_rank=False),
     "dsa_indexer": lambda: _indexer_case(8, 4),
@@ -197,8 +245,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "dsa_indexer with room to grow": lambda: _indexer_case(8, 20, spare=2),
     "indexer_key_write": lambda: _case(
         dsa_indexer.INDEXER_KEY_WRITE, rand(T, D), *angles(torch.arange(T)), rand(5, BLOCK_TOKENS, INDEX_DIM),
-        batch([8, 8], 3).slots_T, indexer_weights().tensors[1], *indexer_weights().tensors[3:],
-        weights=indexer_weights(), sizes=indexer_sizes(),
+        batch([8, 8], 3).slots_T, indexer_weights().tensors[1], *indexer_weights().tensors[3:5], None,
+        format=None, sizes=indexer_sizes(),
     ),
     "sparse attention": lambda: _attention_case(attention.SPARSE, 4),
     "dense attention": lambda: _attention_case(attention.DENSE, None),
@@ -211,6 +259,21 @@ CASES: dict[str, Callable[[], Case]] = {
     "grouped_matmul": lambda: _grouped_case(moe.GROUPED_MATMUL),
     "grouped_matmul_swiglu": lambda: _grouped_case(moe.GROUPED_MATMUL_SWIGLU),
     "swiglu": lambda: _case(moe.SWIGLU, rand(T, 10)),
+    **{
+        f"{name} {action}": partial(make, *arguments, action)
+        for action in QUANTIZED_ACTIONS
+        for name, make, *arguments in (
+            ("dynamic_quantize", _dynamic_quantize_case),
+            ("linear_quant", _linear_quant_case),
+            ("rms_norm_dynamic_quant", _norm_quant_case, norm.RMS_NORM_DYNAMIC_QUANT, 1),
+            ("add_rms_norm_dynamic_quant", _norm_quant_case, norm.ADD_RMS_NORM_DYNAMIC_QUANT, 2),
+            ("add_rms_norm2_dynamic_quant", _norm_quant_case, norm.ADD_RMS_NORM2_DYNAMIC_QUANT, 2),
+            ("mlapo_quant", _mlapo_quant_case),
+            ("grouped_matmul_quant", _grouped_quant_case, moe.GROUPED_MATMUL_QUANT),
+            ("grouped_matmul_quant_swiglu", _grouped_quant_case, moe.GROUPED_MATMUL_QUANT_SWIGLU),
+        )
+    },
+    "linear_quant of plain activations": lambda: _linear_quant_case("W8A16_STATIC"),
 }  # fmt: skip
 
 
@@ -240,25 +303,30 @@ def test_real_shapes_are_the_abstract_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_integers_are_where_the_abstract_results_say(name: str) -> None:
+def test_narrow_values_are_where_the_abstract_results_say(name: str) -> None:
     case = CASES[name]()
-    real = [value.dtype == torch.int32 for value in real_results(case)]
-    assert real == [dtype == "int32" for _, dtype in abstract_results(case)]
-    assert all(value.dtype == torch.int32 or value.dtype.is_floating_point for value in real_results(case))
+    narrow = {"int32", "int8", "fp8"}
+    real = [dtype_name(value) if dtype_name(value) in narrow else "float" for value in real_results(case)]
+    assert real == [dtype if dtype in narrow else "float" for _, dtype in abstract_results(case)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_results_have_the_dtype_of_the_inputs(name: str, dtype: Any) -> None:
-    """Whatever the width, save router weights, which are never narrower than fp32."""
+    """Whatever the width, save router weights and scales, which are never narrower than fp32."""
     case = CASES[name]()
     inputs = tuple(
-        value.to(dtype) if value is not None and value.dtype.is_floating_point else value for value in case.inputs
+        value.to(dtype) if value is not None and value.dtype.is_floating_point and value.itemsize > 1 else value
+        for value in case.inputs
     )
-    expected = torch.promote_types(dtype, torch.float32) if case.op is moe.MOE_GATE else dtype
-    for value in real_results(replace(case, inputs=inputs)):
-        if value.dtype.is_floating_point:
-            assert value.dtype == expected
+    attributes = {**case.attributes, "dtype": dtype_name(torch.empty(0, dtype=dtype))}
+    if "dtype" not in case.attributes:
+        attributes = case.attributes
+    for value, (_, abstract) in zip(
+        real_results(replace(case, inputs=inputs, attributes=attributes)), abstract_results(case), strict=True
+    ):
+        if value.dtype.is_floating_point and value.itemsize > 1:
+            assert value.dtype == (torch.promote_types(dtype, torch.float32) if abstract == "fp32" else dtype)
             assert torch.isfinite(value).all()
 
 
@@ -266,7 +334,9 @@ def test_results_have_the_dtype_of_the_inputs(name: str, dtype: Any) -> None:
 def test_inputs_are_left_as_they_are(name: str) -> None:
     """Caches aside, which mlapo and the indexer write."""
     case = CASES[name]()
-    written = {mlapo.MLAPO: 4, dsa_indexer.DSA_INDEXER: 4, dsa_indexer.INDEXER_KEY_WRITE: 3}.get(case.op)
+    written = {mlapo.MLAPO: 4, mlapo.MLAPO_QUANT: 4, dsa_indexer.DSA_INDEXER: 4, dsa_indexer.INDEXER_KEY_WRITE: 3}.get(
+        case.op
+    )
     before = [None if value is None else value.clone() for value in case.inputs]
     real_results(case)
     for index, (value, copy) in enumerate(zip(case.inputs, before, strict=True)):
@@ -275,9 +345,19 @@ def test_inputs_are_left_as_they_are(name: str) -> None:
 
 
 def select(own: Batch, cache: Any, hidden_TD: Any, qa_TQ: Any, positions: Any, sizes: IndexerSizes) -> Any:
-    weights = indexer_weights()
+    weights, topk = indexer_weights(), min(sizes.topk_limit, max(own.lengths_B.tolist()))
     (ids_TK,) = dsa_indexer.dsa_indexer(
-        hidden_TD, qa_TQ, *angles(positions), cache, own.slots_T, own.block_tables, own.lengths_B, weights, sizes, None
+        hidden_TD,
+        qa_TQ,
+        *angles(positions),
+        cache,
+        own.slots_T,
+        own.block_tables,
+        own.lengths_B,
+        weights,
+        sizes,
+        topk,
+        None,
     )
     return ids_TK
 
@@ -457,7 +537,7 @@ def test_attention_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, q_THX = rand(own.blocks, BLOCK_TOKENS, R + P), rand(14, H, N + P)
     whole = attend(own, cache, q_THX, None)
     for elements in (1, 2 * H * 16 * 3):
-        monkeypatch.setattr(attention, "_SCORE_ELEMENTS", elements)
+        monkeypatch.setattr(dsa_indexer, "_SCORE_ELEMENTS", elements)
         torch.testing.assert_close(attend(own, cache, q_THX, None), whole)
 
 

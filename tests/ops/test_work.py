@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from castoff.dims import Dim
+from castoff.dims import Dim, ceil_div, minimum
 from castoff.ops import attention, collectives, dsa_indexer, linear, mlapo, moe, norm, table, tokens
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
@@ -69,8 +69,10 @@ class Bench:
     def weight(self, *shape: int, action: LinearAction = "DISABLED") -> Weight:
         form = linear_format(action, mxfp4_group_size=MXFP4_GROUP)
         values = self.recorder.tensor(*shape, dtype=form.weight_dtype, kind="weight")
-        stacked = int(np.prod(shape[:-2], dtype=int))
-        return Weight(values, stacked * scale_bytes(action, *shape[-2:]), form)
+        if action == "DISABLED":
+            return Weight(values, None, form)
+        scales = (*shape[:-2], *form.weight_scales(*shape[-2:]))
+        return Weight(values, self.recorder.tensor(*scales, dtype=form.scale_dtype, kind="weight"), form)
 
     def calls(self, run: Callable[[], Any]) -> list[OpCall]:
         """The calls that `run` records."""
@@ -170,8 +172,6 @@ class TestLinear:
     )
     def test_scales_of_a_real_weight(self, action: LinearAction, weight_bytes: int) -> None:
         assert Bench().weight(576, 6144, action=action).bytes == weight_bytes
-        form = linear_format(action, mxfp4_group_size=MXFP4_GROUP)
-        assert form.weight_scale_bytes(576, 6144) == scale_bytes(action, 576, 6144)
 
     @pytest.mark.property
     @given(T=sizes, I=sizes, action=actions)
@@ -196,9 +196,13 @@ class TestLinear:
     def test_values_that_are_quantised_already_are_left_alone(self) -> None:
         bench = Bench()
         weight = bench.weight(8, 16, action="W8A8_DYNAMIC")
-        assert bench.calls(lambda: linear.quantize(bench.x(4, 16, dtype="int8"), weight)) == []
-        (call,) = bench.calls(lambda: linear.linear(bench.x(4, 16, dtype="int8"), weight))
+        given = linear.Quantized(bench.x(4, 16, dtype="int8"), bench.x(4, 1, dtype="fp32"), "bf16")
+        assert bench.calls(lambda: linear.quantize(given, weight)) == []
+        call = bench.call(lambda: linear.linear(given, weight))
         assert call.op.name == "linear_quant"
+        assert call.outputs[0].dtype == "bf16"
+        # Values and scales of both operands, and the result.
+        assert call.work.bytes == (4 * 16 + 4 * 4) + (8 * 16 + 4 * 8) + 2 * 4 * 8
 
     def test_weights_that_are_never_quantised(self) -> None:
         bench = Bench()
@@ -475,6 +479,7 @@ class Indexer:
             k_norm_bias=self.bench.plain(s.E),
         )
         self.sizes = dsa_indexer.IndexerSizes(s.H, s.E, s.P, s.K, True, index_cache(cache, s.E), s.shards)
+        self.columns = minimum(s.K, ceil_div(lengths.longest, s.shards))
 
     def select(self, *, cached_rows: int = 1000, blocks: int = 8) -> OpCall:
         b, T, s = self.bench, self.T, self.s
@@ -482,7 +487,7 @@ class Indexer:
             lambda: dsa_indexer.dsa_indexer(
                 b.x(T, s.D), b.x(T, s.Q), b.x(T, s.P), b.x(T, s.P), b.cache(cached_rows, 1), b.x(T, dtype="int32"),
                 b.x(self.lengths.requests, blocks, dtype="int32"), b.x(self.lengths.requests, dtype="int32"),
-                self.weights, self.sizes, self.lengths,
+                self.weights, self.sizes, self.columns, self.lengths,
             )
         )  # fmt: skip
 

@@ -280,9 +280,9 @@ def test_mtp_block_with_a_frozen_topk(tiny_checkpoint: Callable[..., Tiny], kind
     ids_S = token_ids(1, length, seed=9)[0]
     generator = torch.Generator().manual_seed(10)
     hidden_SD = torch.randn(length, 64, generator=generator)
-    # Any visible tokens, the own among them, as often as they come.
-    picks = torch.rand(length, INDEX_TOPK, generator=generator) * (torch.arange(length)[:, None] + 1)
-    topk_TK = picks.long().to(torch.int32)
+    # Any visible tokens, in any order; those that come after the own count for nothing.
+    picks = [torch.cat([torch.randperm(at + 1, generator=generator), torch.arange(at + 1, 99)]) for at in range(length)]
+    topk_TK = torch.stack([ids[:INDEX_TOPK] for ids in picks]).to(torch.int32)
     frozen, scored = engine(tiny, mtp_tokens=1), engine(tiny, mtp_tokens=1)
     with torch.no_grad():
         _, expected_SV = mtp_oracle(tiny, ids_S, hidden_SD, prev_topk=topk_TK)

@@ -45,20 +45,21 @@ class TestLinearFormat:
     @given(rows=sizes, columns=sizes, group=st.sampled_from([16, 32, 64, 128]))
     def test_weight_scales(self, rows: int, columns: int, group: int) -> None:
         found = {
-            action: linear_format(action, mxfp4_group_size=group).weight_scale_bytes(rows, columns)
+            action: linear_format(action, mxfp4_group_size=group).weight_scales(rows, columns)
             for action in LINEAR_ACTIONS
+            if linear_format(action).has_scales
         }
-        assert found.pop("DISABLED") == 0
-        # One fp32 per block of 128 x 128, the last ones partly empty.
-        assert found.pop("FP8") == 4 * ceil(rows / 128) * ceil(columns / 128)
-        # One shared exponent of a byte per group along the inputs.
-        assert found.pop("MXFP4") == rows * ceil(columns / group)
-        # Integers: one fp32 per output channel.
-        assert set(found.values()) == {4 * rows}
+        assert "DISABLED" not in found
+        # One per block of 128 x 128, the last ones partly empty.
+        assert found.pop("FP8") == (ceil(rows / 128), ceil(columns / 128))
+        # One per group along the inputs.
+        assert found.pop("MXFP4") == (rows, ceil(columns / group))
+        # Integers: one per output channel.
+        assert set(found.values()) == {(rows, 1)}
 
     @pytest.mark.golden
     def test_kv_a_proj_has_five_rows_of_fp8_scales(self) -> None:
-        assert linear_format("FP8").weight_scale_bytes(576, 6144) == 4 * 5 * 48
+        assert linear_format("FP8").weight_scales(576, 6144) == (5, 48)
 
     @pytest.mark.property
     @given(columns=sizes, group=st.sampled_from([16, 32, 64, 128]))
@@ -86,7 +87,7 @@ class TestLinearFormat:
     )
     def test_quantising_a_value(self, action: LinearAction, operations: int, scale: str) -> None:
         form = linear_format(action)
-        assert (form.quantize_operations, form.activation_scale_dtype) == (operations, scale)
+        assert (form.quantize_operations, form.scale_dtype) == (operations, scale)
 
 
 class TestCacheFormat:
