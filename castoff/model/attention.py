@@ -77,7 +77,7 @@ def _attend(
         qk_rope_head_dim=model.qk_rope_head_dim,
         kv_lora_rank=model.kv_lora_rank,
         v_head_dim=model.v_head_dim,
-        cache_row_bytes=setup.cache.latent_row_bytes,
+        cache=setup.cache,
         softmax_scale=model.softmax_scale,
         topk_limit=setup.topk_limit,
         shards=dcp.size,
@@ -116,5 +116,5 @@ def _mlapo_sizes(setup: Setup, heads: int) -> MlapoSizes:
         qk_rope_head_dim=model.qk_rope_head_dim,
         kv_lora_rank=model.kv_lora_rank,
         q_lora_rank=model.q_lora_rank or 0,
-        cache_row_bytes=setup.cache.latent_row_bytes,
+        cache=setup.cache,
     )

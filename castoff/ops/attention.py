@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import lazy_loader as lazy
 
 from castoff.dims import Dim
-from castoff.ops.dsa_indexer import gather_request_rows, query_parts, visible_positions
+from castoff.ops.cache_rows import SCORE_ELEMENTS, latent_values
+from castoff.ops.dsa_indexer import gather_request_rows, visible_positions
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Part, Work
+from castoff.spec.quant import CacheFormat
 
 torch = lazy.load("torch")
 
@@ -36,7 +38,7 @@ class AttentionSizes:
     qk_rope_head_dim: int
     kv_lora_rank: int
     v_head_dim: int
-    cache_row_bytes: int
+    cache: CacheFormat
     softmax_scale: float
     topk_limit: int | None
     shards: int = 1
@@ -62,10 +64,10 @@ def _absorbed_work(call: OpCall) -> Work:
     tokens, heads, rank = q_THX.shape[0], sizes.heads, sizes.kv_lora_rank
     if sizes.topk_limit is None:
         rows = lengths.visible / sizes.shards
-        reads = Part("kv_read", bytes=lengths.total_tokens / sizes.shards * sizes.cache_row_bytes)
+        reads = Part("kv_read", bytes=lengths.total_tokens / sizes.shards * sizes.cache.latent_row_bytes)
     else:
         rows = lengths.selected(sizes.topk_limit) / sizes.shards
-        reads = Part("kv_gather", gather_bytes=rows * sizes.cache_row_bytes, gather_rows=rows)
+        reads = Part("kv_gather", gather_bytes=rows * sizes.cache.latent_row_bytes, gather_rows=rows)
     output: Dim = call.outputs[0].bytes
     ids = topk_TK.bytes if topk_TK is not None else 0
     core = (
@@ -100,7 +102,7 @@ def _expanded_work(call: OpCall) -> Work:
             Part("qk", 2 * pairs * heads * key_dim, "bf16", bytes=q_THX.bytes),
             Part("softmax", vector_flops=SOFTMAX_OPERATIONS * pairs * heads),
             Part("pv", 2 * pairs * heads * sizes.v_head_dim, "bf16", bytes=call.outputs[0].bytes),
-            Part("kv_read", bytes=cached * sizes.cache_row_bytes),
+            Part("kv_read", bytes=cached * sizes.cache.latent_row_bytes),
         ),
         workspace_bytes=2 * cached * expanded,
     )
@@ -136,7 +138,7 @@ def _attend_masked(
 ) -> Tensor:  # fmt: skip
     """Over all rows of each request in order of position, of which the others than the selected are masked."""
     tokens, requests = q_THX.shape[0], seq_lens_B.shape[0]
-    rows_BLX = gather_request_rows(kv_cache, block_tables)
+    rows_BLX = latent_values(gather_request_rows(kv_cache, block_tables), sizes.kv_lora_rank, sizes.cache, q_THX.dtype)
     columns = rows_BLX.shape[1]
     allowed_BSL = visible_positions(seq_lens_B, tokens // requests, columns)
     if topk_TK is not None:
@@ -144,7 +146,7 @@ def _attend_masked(
     q_BSHX = q_THX.view(requests, -1, *q_THX.shape[1:])
     pieces = [
         _attend(q_BSHX[:, part], rows_BLX, allowed_BSL[:, part], sizes)
-        for part in query_parts(q_BSHX.shape[1], requests * sizes.heads * columns)
+        for part in _query_parts(q_BSHX.shape[1], requests * sizes.heads * columns)
     ]
     return torch.cat(pieces, dim=1).flatten(0, 1)
 
@@ -158,12 +160,18 @@ def _attend_rows(
     slots_TK = row_slots(topk_TK, block_tables, kv_cache.shape[1])
     own_BS = seq_lens_B[:, None] - queries + torch.arange(queries, device=seq_lens_B.device)
     allowed_TK = (topk_TK >= 0) & (topk_TK <= own_BS.view(tokens, 1))
-    rows = kv_cache.flatten(0, 1)
-    pieces = [
-        _attend(q_THX[part, None], rows[slots_TK[part]], allowed_TK[part, None], sizes)
-        for part in query_parts(tokens, topk_TK.shape[1] * max(sizes.heads, rows.shape[-1]))
-    ]
+    stored = kv_cache.flatten(0, 1)
+    pieces = []
+    for part in _query_parts(tokens, topk_TK.shape[1] * max(sizes.heads, sizes.absorbed_head_dim)):
+        rows_TKX = latent_values(stored[slots_TK[part]], sizes.kv_lora_rank, sizes.cache, q_THX.dtype)
+        pieces.append(_attend(q_THX[part, None], rows_TKX, allowed_TK[part, None], sizes))
     return torch.cat(pieces)[:, 0]
+
+
+def _query_parts(queries: int, elements: int) -> list[slice]:
+    """Cuts of the queries of a request for score matrices of bounded size; `elements` is the size for one query."""
+    step = max(1, SCORE_ELEMENTS // max(elements, 1))
+    return [slice(start, start + step) for start in range(0, queries, step)]
 
 
 def row_slots(topk_TK: Tensor, block_tables: Tensor, block_tokens: int) -> Tensor:
@@ -192,9 +200,9 @@ def selected_positions(topk_BSK: Tensor, columns: int) -> Tensor:
 
 
 SPARSE = Op("multihead_latent_attention", "sparse_attention", _shapes, _work, _reference)
-SPARSE_QUANT = Op("multihead_latent_attention_quant", "sparse_attention", _shapes, _work)
+SPARSE_QUANT = Op("multihead_latent_attention_quant", "sparse_attention", _shapes, _work, _reference)
 DENSE = Op("multihead_latent_attention", "dense_attention", _shapes, _work, _reference)
-DENSE_QUANT = Op("multihead_latent_attention_quant", "dense_attention", _shapes, _work)
+DENSE_QUANT = Op("multihead_latent_attention_quant", "dense_attention", _shapes, _work, _reference)
 
 
 def multihead_latent_attention(

@@ -19,6 +19,7 @@ import lazy_loader as lazy
 
 from castoff.errors import CastoffError
 from castoff.ops.program import Tensor
+from castoff.ops.quantization import dequantize_rows, quantize_rows, widened
 from castoff.spec.quant import LATENT_SCALE_TILE, CacheFormat
 
 torch = lazy.load("torch")
@@ -32,11 +33,11 @@ def row_storage(values: int, row_bytes: int, cache: CacheFormat, dtype: Tensor) 
     return (values, dtype) if cache.action == "DISABLED" else (row_bytes, torch.uint8)
 
 
-def latent_rows(latent_TR: Tensor, key_TP: Tensor, cache: CacheFormat, *, power_of_two: bool = False) -> Tensor:
-    """Rows (…, X) to write to a latent cache, quantised or not; arguments as in `pack_latent`."""
+def latent_rows(latent_TR: Tensor, key_TP: Tensor, cache: CacheFormat) -> Tensor:
+    """Rows (…, X) to write to a latent cache, quantised or not; the rotated key (…, P) comes last."""
     if cache.action == "DISABLED":
         return torch.cat([latent_TR, key_TP], dim=-1)
-    return pack_latent(latent_TR, key_TP, cache, power_of_two=power_of_two)
+    return pack_latent(latent_TR, key_TP, cache)
 
 
 def latent_values(rows_X: Tensor, kv_lora_rank: int, cache: CacheFormat, dtype: Tensor) -> Tensor:
@@ -46,11 +47,11 @@ def latent_values(rows_X: Tensor, kv_lora_rank: int, cache: CacheFormat, dtype: 
     return unpack_latent(rows_X, kv_lora_rank, cache, dtype)
 
 
-def index_rows(key_TE: Tensor, cache: CacheFormat, *, power_of_two: bool = False) -> Tensor:
-    """Rows (…, X) to write to an indexer key cache, quantised or not; arguments as in `pack_index_keys`."""
+def index_rows(key_TE: Tensor, cache: CacheFormat) -> Tensor:
+    """Rows (…, X) to write to an indexer key cache, quantised or not; a quantised one is rotated first."""
     if cache.action == "DISABLED":
         return key_TE
-    return pack_index_keys(key_TE, cache, power_of_two=power_of_two)
+    return pack_index_keys(key_TE, cache)
 
 
 def index_scores(
@@ -59,7 +60,6 @@ def index_scores(
     key_rows_BLX: Tensor,
     cache: CacheFormat,
     *,
-    power_of_two: bool = False,
     max_elements: int = SCORE_ELEMENTS,
 ) -> Tensor:
     """Index scores (B, S, L) over the rows of an indexer key cache, quantised or not, at no less than fp32.
@@ -70,11 +70,9 @@ def index_scores(
     Every (query, row) pair is scored: what a query may see is the caller's to mask.
     """
     if cache.action == "DISABLED":
-        wide = _wide(head_weights_BSH)
+        wide = torch.promote_types(head_weights_BSH.dtype, torch.float32)
         return _weighted_relu(q_BSHE.to(wide), head_weights_BSH.to(wide), key_rows_BLX, max_elements)
-    return score_quantized(
-        q_BSHE, head_weights_BSH, key_rows_BLX, cache, power_of_two=power_of_two, max_elements=max_elements
-    )
+    return score_quantized(q_BSHE, head_weights_BSH, key_rows_BLX, cache, max_elements=max_elements)
 
 
 def hadamard(x_XW: Tensor) -> Tensor:
@@ -93,7 +91,7 @@ def hadamard(x_XW: Tensor) -> Tensor:
             f"a quantised indexer cache rotates keys by a Hadamard matrix, whose size is a power of two, got "
             f"index_head_dim {width}; use --quantize-attention-action DISABLED"
         )
-    y_XW = x_XW.to(_wide(x_XW))
+    y_XW = widened(x_XW)
     half = 1
     while half < width:
         first, second = y_XW.unflatten(-1, (width // (2 * half), 2, half)).unbind(-2)
@@ -102,42 +100,9 @@ def hadamard(x_XW: Tensor) -> Tensor:
     return y_XW * width**-0.5
 
 
-def quantize_rows(
-    x_XW: Tensor, dtype: Tensor, tile: int, *, scale_dtype: Tensor | None = None, power_of_two: bool = False
-) -> tuple[Tensor, Tensor]:
-    """One-byte values (…, W) and the scale of every `tile` of them (…, W / tile): symmetric, scaled at run time.
-
-        scale = max |x| / limit        limit: 127 for int8, 448 for float8_e4m3fn; rounded to scale_dtype
-        value = round(clamp(x / scale, −limit, limit))        to the nearest, ties to even
-
-    power_of_two: round scales up to one, as DeepSeek does where a checkpoint's `scale_fmt` is ue8m0 (`act_quant` in its
-    published inference code). scale_dtype: fp32 for None; fp16 is the other choice. A scale is at least the smallest
-    normal number of its dtype: zeros give zeros, and nothing is divided by zero. It is at most the largest power of
-    two: numbers beyond limit times that saturate. A tile with a NaN or an infinity gets scale NaN: all of it reads back
-    as NaN, rather than as numbers that look sound. Computed at no less than fp32.
-    """
-    limit = _limit(dtype)
-    tiles_XNW = x_XW.to(_wide(x_XW)).unflatten(-1, (x_XW.shape[-1] // tile, tile))
-    scale_XN1 = _scales(tiles_XNW.abs().amax(dim=-1, keepdim=True) / limit, scale_dtype, power_of_two=power_of_two)
-    # By the scale as stored, not by the exact one: what reads the row back knows no other.
-    scaled = (tiles_XNW / scale_XN1.to(tiles_XNW.dtype)).clamp(-limit, limit).nan_to_num(0.0)
-    values = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
-    return values.flatten(-2), scale_XN1.squeeze(-1)
-
-
-def dequantize_rows(values_XW: Tensor, scales_XN: Tensor) -> Tensor:
-    """values · scale, (…, W), at no less than fp32; the tile is W / N values."""
-    wide, tiles = _wide(scales_XN), scales_XN.shape[-1]
-    tiles_XNW = values_XW.to(wide).unflatten(-1, (tiles, values_XW.shape[-1] // tiles))
-    return (tiles_XNW * scales_XN.to(wide)[..., None]).flatten(-2)
-
-
-def pack_latent(latent_TR: Tensor, key_TP: Tensor, cache: CacheFormat, *, power_of_two: bool = False) -> Tensor:
-    """Quantised latent rows, uint8 (…, latent_row_bytes); the rotated key is rounded to bf16.
-
-    power_of_two: as in `quantize_rows`.
-    """
-    values, scales = quantize_rows(latent_TR, _value_dtype(cache), LATENT_SCALE_TILE, power_of_two=power_of_two)
+def pack_latent(latent_TR: Tensor, key_TP: Tensor, cache: CacheFormat) -> Tensor:
+    """Quantised latent rows, uint8 (…, latent_row_bytes); the rotated key is rounded to bf16."""
+    values, scales = quantize_rows(latent_TR, _value_dtype(cache), LATENT_SCALE_TILE, scale_dtype=torch.float32)
     rows = torch.cat([_bytes(values), _bytes(scales), _bytes(key_TP.to(torch.bfloat16))], dim=-1)
     assert rows.shape[-1] == cache.latent_row_bytes, "a latent row has as many bytes as its format says"
     return rows
@@ -150,15 +115,15 @@ def unpack_latent(rows_X: Tensor, kv_lora_rank: int, cache: CacheFormat, dtype: 
     values = rows_X[..., :kv_lora_rank].view(_value_dtype(cache))
     scales = _numbers(rows_X[..., kv_lora_rank:scales_end], torch.float32)
     key = _numbers(rows_X[..., scales_end:], torch.bfloat16)
-    return torch.cat([dequantize_rows(values, scales).to(dtype), key.to(dtype)], dim=-1)
+    return torch.cat([dequantize_rows(values, scales, LATENT_SCALE_TILE).to(dtype), key.to(dtype)], dim=-1)
 
 
-def pack_index_keys(key_TE: Tensor, cache: CacheFormat, *, power_of_two: bool = False) -> Tensor:
-    """Indexer keys, rotated by `hadamard` and quantised: uint8 (…, index_row_bytes). power_of_two: see `quantize_rows`.
+def pack_index_keys(key_TE: Tensor, cache: CacheFormat) -> Tensor:
+    """Indexer keys, rotated by `hadamard` and quantised: uint8 (…, index_row_bytes).
 
     INT8 rounds the rotated key to fp16 first, so one beyond 65504 becomes infinite and its row reads back as NaN.
     """
-    values, scales = _rotate_quantize(key_TE, cache, power_of_two=power_of_two)
+    values, scales = _rotate_quantize(key_TE, cache)
     rows = torch.cat([_bytes(values), _bytes(scales)], dim=-1)
     assert rows.shape[-1] == cache.index_row_bytes, "an indexer key has as many bytes as its format says"
     return rows
@@ -177,7 +142,6 @@ def score_quantized(
     key_rows_BLX: Tensor,
     cache: CacheFormat,
     *,
-    power_of_two: bool = False,
     max_elements: int = SCORE_ELEMENTS,
 ) -> Tensor:
     """Index scores (B, S, L) over quantised keys, at no less than fp32; arguments as in `index_scores`.
@@ -191,8 +155,8 @@ def score_quantized(
     the products by 1024 to stay inside fp16 and knows no E^-0.5: positive constants, which leave the ranking as it is.
     Ours keeps the head weights at no less than fp32, where CANN has fp16.
     """
-    wide = _wide(head_weights_BSH)
-    q_values, q_scales = _rotate_quantize(q_BSHE, cache, power_of_two=power_of_two)
+    wide = torch.promote_types(head_weights_BSH.dtype, torch.float32)
+    q_values, q_scales = _rotate_quantize(q_BSHE, cache)
     k_values, k_scales = unpack_index_keys(key_rows_BLX, cache)
     weights_BSH = head_weights_BSH.to(wide) * q_scales.squeeze(-1).to(wide)
     scores_BSL = _weighted_relu(q_values.to(wide), weights_BSH, k_values, max_elements)
@@ -216,7 +180,7 @@ def _weighted_relu(q_BSHE: Tensor, weights_BSH: Tensor, keys_BLE: Tensor, max_el
     return scores_BSL
 
 
-def _rotate_quantize(x_XE: Tensor, cache: CacheFormat, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def _rotate_quantize(x_XE: Tensor, cache: CacheFormat) -> tuple[Tensor, Tensor]:
     """An index query or key, rotated and quantised with one scale: values (…, E), scales (…, 1)."""
     rotated_XE = hadamard(x_XE)
     if cache.action == "INT8":
@@ -227,31 +191,7 @@ def _rotate_quantize(x_XE: Tensor, cache: CacheFormat, *, power_of_two: bool) ->
         _value_dtype(cache),
         x_XE.shape[-1],
         scale_dtype=_index_scale_dtype(cache),
-        power_of_two=power_of_two,
     )
-
-
-def _scales(exact: Tensor, scale_dtype: Tensor | None, *, power_of_two: bool) -> Tensor:
-    """Scales as stored: positive normal numbers, or NaN where the exact one is not finite."""
-    stored = scale_dtype or torch.float32
-    numbers = torch.finfo(stored)
-    # The largest power of two of a float dtype, so that rounding up to one cannot pass it.
-    largest = numbers.max / (2 - numbers.eps)
-    scale = exact.clamp(numbers.tiny, largest)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
-    return torch.where(exact.isfinite(), scale, torch.nan).to(stored)
-
-
-def _limit(dtype: Tensor) -> float:
-    """The largest value of a one-byte dtype, used on both sides of zero."""
-    return float(torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """The dtype to compute in: x's own, fp32 at least."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _value_dtype(cache: CacheFormat) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from castoff.dims import Dim, ceil_div, maximum
-from castoff.ops.linear import Activations, Quantized, Weight, parts_of, product_part
+from castoff.ops.linear import Activations, Quantized, Weight, parts_of, product_part, sum_bytes
 from castoff.ops.moe import SWIGLU_OPERATIONS, grouped_part
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Collective, CollectiveKind, Part, Work
@@ -113,24 +113,34 @@ def _dispatch_ffn_combine_work(call: OpCall) -> Work:
     gate_up = Weight(call.tensor(1), call.inputs[4], form[0])
     down = Weight(call.tensor(2), call.inputs[5], form[1])
     local_rows, touched, group = (call.attributes[name] for name in ("local_rows", "touched", "group"))
-    width = down.values.shape[2]
     local_RD = rows_RD.view(local_rows, rows_RD.shape[1])
-    middle_RI = rows_RD.recorder.tensor(local_rows, width, dtype=down.matrix_dtype)
+    middle_RI = rows_RD.recorder.tensor(local_rows, down.values.shape[2], dtype=down.matrix_dtype)
+    local_scales, middle_scales = _scales(local_RD, gate_up), _scales(middle_RI, down)
     operations = SWIGLU_OPERATIONS + down.quantize_operations
     # Rows that travel in bf16 are quantised where they arrive.
     arriving = 0 if rows_RD.dtype == gate_up.matrix_dtype else gate_up.quantize_operations
     return Work(
         (
             Part("quantize", vector_flops=arriving * local_RD.elements),
-            grouped_part(local_RD, None, gate_up, touched, middle_RI.bytes),
+            grouped_part(local_RD, local_scales, gate_up, touched, sum_bytes((middle_RI, middle_scales))),
             Part("swiglu", vector_flops=operations * middle_RI.elements),
-            grouped_part(middle_RI, None, down, touched, 2 * local_RD.elements),
+            grouped_part(middle_RI, middle_scales, down, touched, 2 * local_RD.elements),
         ),
         (
             Collective("all_to_all", maximum(rows_RD.bytes, local_RD.bytes), group),
             Collective("all_to_all", maximum(call.outputs[0].bytes, 2 * local_RD.elements), group),
         ),
     )
+
+
+def _scales(x_RI: Abstract, weight: Weight) -> Abstract | None:
+    """Scales of x once it is in the format that the weight multiplies."""
+    width = x_RI.shape[1]
+    assert isinstance(width, int)
+    if weight.format is None or not weight.quantizes_activations or not weight.format.dynamic:
+        return None
+    count = weight.format.activation_scales(width)
+    return x_RI.recorder.tensor(x_RI.shape[0], count, dtype=weight.format.scale_dtype)
 
 
 DISPATCH_FFN_COMBINE = Op(

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import lazy_loader as lazy
 
 from castoff.dims import Dim
+from castoff.ops.cache_rows import index_rows, index_scores
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight, product, sum_bytes
 from castoff.ops.mlapo import ROPE_OPERATIONS, rotate_half_split, rotate_interleaved, write_rows
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
+from castoff.ops.quantization import widened
 from castoff.ops.work import Part, Work
 from castoff.spec.quant import CacheFormat, LinearFormat
 
@@ -23,8 +25,6 @@ torch = lazy.load("torch")
 K_NORM_EPS = 1e-6
 # A radix selection over 32-bit keys looks at every score once per 8-bit digit.
 TOPK_PASSES = 4
-# Elements of one score matrix at most: bounds scratch memory to a few hundred MiB.
-_SCORE_ELEMENTS = 2**26
 # Where −inf comes in the order of `_best`.
 _LOWEST = -0x7F800001
 
@@ -172,29 +172,15 @@ def _reference(
     queries = tokens // requests
     norm, bias = weights.k_norm.values, weights.k_norm_bias.values
     key_TE = _keys(product(hidden_TD, weights.wk), cos_TP, sin_TP, norm, bias, sizes)
-    write_rows(indexer_cache, slot_mapping_T, key_TE)
+    write_rows(indexer_cache, slot_mapping_T, index_rows(key_TE, sizes.cache))
     q_THE = product(qa_TQ, weights.wq_b).view(tokens, sizes.heads, sizes.head_dim)
     q_BSHE = _rotate(q_THE, cos_TP, sin_TP, sizes).view(requests, queries, sizes.heads, sizes.head_dim)
-    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-    head_weights_TH = torch.nn.functional.linear(hidden_TD, weights.weights_proj.values).to(wide) * sizes.heads**-0.5
+    head_weights_TH = widened(torch.nn.functional.linear(hidden_TD, weights.weights_proj.values)) * sizes.heads**-0.5
     weights_BSH = head_weights_TH.view(requests, queries, sizes.heads)
     rows_BLX = gather_request_rows(indexer_cache, block_tables)
+    scores_BSL = index_scores(q_BSHE, weights_BSH, rows_BLX, sizes.cache)
     visible_BSL = visible_positions(seq_lens_B, queries, rows_BLX.shape[1])
-    chosen = [
-        _best(
-            _scores(q_BSHE[:, part], weights_BSH[:, part], rows_BLX).masked_fill(~visible_BSL[:, part], -torch.inf),
-            topk,
-        )
-        for part in query_parts(queries, requests * sizes.heads * rows_BLX.shape[1])
-    ]
-    return (torch.cat(chosen, dim=1).view(tokens, topk),)
-
-
-def _scores(q_BSHE: Tensor, weights_BSH: Tensor, rows_BLE: Tensor) -> Tensor:
-    """head_dim^-0.5 · sum_h w_h · relu(q_h · k): (B, S, L)."""
-    wide = weights_BSH.dtype
-    scores_BSHL = torch.einsum("bshe,ble->bshl", q_BSHE.to(wide), rows_BLE.to(wide)).relu_()
-    return torch.einsum("bsh,bshl->bsl", weights_BSH, scores_BSHL) * q_BSHE.shape[-1] ** -0.5
+    return (_best(scores_BSL.masked_fill(~visible_BSL, -torch.inf), topk).view(tokens, topk),)
 
 
 def _best(scores_BSL: Tensor, topk: int) -> Tensor:
@@ -223,7 +209,8 @@ def _key_write_reference(
     *, format: LinearFormat | None, sizes: IndexerSizes,
 ) -> tuple[()]:  # fmt: skip
     key_TE = product(hidden_TD, Weight(wk, wk_scales, format))
-    write_rows(indexer_cache, slot_mapping_T, _keys(key_TE, cos_TP, sin_TP, k_norm, k_norm_bias, sizes))
+    key_TE = _keys(key_TE, cos_TP, sin_TP, k_norm, k_norm_bias, sizes)
+    write_rows(indexer_cache, slot_mapping_T, index_rows(key_TE, sizes.cache))
     return ()
 
 
@@ -246,12 +233,6 @@ def gather_request_rows(cache: Tensor, block_tables: Tensor) -> Tensor:
     """All rows that each request's block table names, (B, blocks · block tokens, X); unused blocks repeat block 0."""
     rows = cache[block_tables.clamp(min=0)]
     return rows.view(block_tables.shape[0], -1, cache.shape[-1])
-
-
-def query_parts(queries: int, elements: int) -> list[slice]:
-    """Cuts of the queries of a request for score matrices of bounded size; `elements` is the size for one query."""
-    step = max(1, _SCORE_ELEMENTS // max(elements, 1))
-    return [slice(start, start + step) for start in range(0, queries, step)]
 
 
 def visible_positions(seq_lens_B: Tensor, queries: int, columns: int) -> Tensor:

@@ -11,11 +11,12 @@ import lazy_loader as lazy
 import numpy as np
 
 from castoff.dims import Dim
+from castoff.ops.cache_rows import latent_rows
 from castoff.ops.linear import Weight, product
 from castoff.ops.norm import rms_norm_reference
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor, dtype_name
 from castoff.ops.work import Part, Work
-from castoff.spec.quant import LinearFormat
+from castoff.spec.quant import CacheFormat, LinearFormat
 
 torch = lazy.load("torch")
 
@@ -68,14 +69,14 @@ def _weights_of(tensors: tuple[Tensor | None, ...], formats: Formats) -> MlapoWe
 
 @dataclass(frozen=True, slots=True)
 class MlapoSizes:
-    """Sizes on this rank; cache_row_bytes is one latent row as stored."""
+    """Sizes on this rank, and how a latent row is stored."""
 
     heads: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     kv_lora_rank: int
     q_lora_rank: int
-    cache_row_bytes: int
+    cache: CacheFormat
 
 
 def _shapes(hidden_TD: Abstract, *_: Abstract | None, formats: Formats, sizes: MlapoSizes, eps: float) -> Shapes:
@@ -116,7 +117,7 @@ def _work(call: OpCall) -> Work:
             bytes=2 * cos_TP.bytes,
         ),
         Part("q_states", bytes=q_states.bytes),
-        Part("kv_cache_write", bytes=tokens * sizes.cache_row_bytes),
+        Part("kv_cache_write", bytes=tokens * sizes.cache.latent_row_bytes),
     ]
     # Each input is quantised once, whichever of its readers asks for it.
     readers = [weight for weight in (weights.q_a or weights.q_b, weights.kv_a) if weight.quantizes_activations]
@@ -186,7 +187,7 @@ def _reference(
     latent_TR, key_TP = product(hidden_TD, weights.kv_a).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
     (latent_TR,) = rms_norm_reference(latent_TR, weights.kv_a_norm.values, eps=eps)
     key_TP = rotate_interleaved(key_TP, cos_TP, sin_TP)
-    write_rows(kv_cache, slot_mapping_T, torch.cat([latent_TR, key_TP], dim=-1))
+    write_rows(kv_cache, slot_mapping_T, latent_rows(latent_TR, key_TP, sizes.cache))
     q_THX = torch.cat([q_nope, rotate_interleaved(q_rope, cos_TP, sin_TP)], dim=-1)
     return q_THX, latent_TR, key_TP, qa_TQ
 

@@ -12,47 +12,47 @@ from castoff.spec.quant import FP8_BLOCK, LinearFormat
 
 torch = lazy.load("torch")
 
-_LARGEST = {"int8": 127.0, "fp8": 448.0}
 RUNNABLE_ACTIONS = ("DISABLED", "W8A16_STATIC", "W8A16_DYNAMIC", "W8A8_DYNAMIC", "FP8")
 """Formats with reference maths; the others need stored activation scales or four-bit values, and are cast only."""
 
 
-def quantize_rows(x_XI: Tensor, dtype: str, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Symmetric quantisation of the last axis, one scale per `tile` values (None: one per row).
+def quantize_rows(
+    x_XI: Tensor, dtype: Tensor, tile: int | None = None, *, scale_dtype: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One-byte values (…, I) and the scale of every `tile` of them (None: of each row), (…, ⌈I / tile⌉).
 
-        scale = max |x| over the tile / largest value of dtype;  q = round(x / scale), ties to even
+        scale = max |x| / limit        limit: 127 for int8, 448 for float8_e4m3fn; rounded to scale_dtype
+        value = round(clamp(x / scale, −limit, limit))        to the nearest, ties to even
 
-    dtype: int8 or fp8 (e4m3). Returns q (…, I) and scales (…, N), at no less than fp32. A tile of zeros has scale 1.
+    scale_dtype: None for no less than fp32. A scale is at least the smallest normal number of its dtype: zeros give
+    zeros, and nothing is divided by zero. It is at most the largest power of two: numbers beyond limit times that
+    saturate. A tile with a NaN or an infinity gets scale NaN: all of it reads back as NaN, rather than as numbers that
+    look sound.
     """
-    wide_XI = widened(x_XI)
-    tiles_XNT = _tiled(wide_XI, tile or x_XI.shape[-1])
-    scales_XN = _scales(tiles_XNT.abs().amax(dim=-1), dtype)
-    values = _rounded(tiles_XNT / scales_XN[..., None], dtype)
-    return values.flatten(-2)[..., : x_XI.shape[-1]], scales_XN
+    tiles_XNT = _tiled(widened(x_XI), tile or x_XI.shape[-1])
+    values, scales_XN1 = _quantize(tiles_XNT, (-1,), dtype, scale_dtype)
+    return values.flatten(-2)[..., : x_XI.shape[-1]], scales_XN1.squeeze(-1)
 
 
 def dequantize_rows(values_XI: Tensor, scales_XN: Tensor, tile: int | None = None) -> Tensor:
-    """values · scale of their tile, in the dtype of the scales: (…, I)."""
-    width = values_XI.shape[-1]
-    tiles = _tiled(values_XI.to(scales_XN.dtype), tile or width) * scales_XN[..., None]
-    return tiles.flatten(-2)[..., :width]
+    """values · scale of their tile, (…, I), in the dtype of the scales and no less than fp32."""
+    width, scales = values_XI.shape[-1], widened(scales_XN)
+    return (_tiled(values_XI.to(scales.dtype), tile or width) * scales[..., None]).flatten(-2)[..., :width]
 
 
 def quantize_activations(x_TI: Tensor, format: LinearFormat) -> tuple[Tensor, Tensor]:
     """Activations in the format's number format, scaled per token (FP8: per 128 values)."""
-    return quantize_rows(x_TI, format.activation_dtype, FP8_BLOCK if format.action == "FP8" else None)
+    return quantize_rows(x_TI, torch_dtype(format.activation_dtype), FP8_BLOCK if format.action == "FP8" else None)
 
 
 def quantize_weight(weight_XOI: Tensor, format: LinearFormat) -> tuple[Tensor, Tensor]:
     """A weight in the format's number format: int8 with a scale per output channel, (…, O, 1); FP8 with one per block
     of 128 outputs by 128 inputs, (…, ⌈O/128⌉, ⌈I/128⌉)."""
     if format.weight_dtype == "int8":
-        return quantize_rows(weight_XOI, "int8")
+        return quantize_rows(weight_XOI, torch.int8)
     rows, columns = weight_XOI.shape[-2:]
-    blocks = _blocks(widened(weight_XOI))
-    scales = _scales(blocks.abs().amax(dim=(-3, -1)), "fp8")
-    values = _rounded(blocks / scales[..., :, None, :, None], "fp8")
-    return values.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous(), scales
+    values, scales = _quantize(_blocks(widened(weight_XOI)), (-3, -1), torch.float8_e4m3fn, None)
+    return values.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous(), scales.squeeze((-3, -1))
 
 
 def dequantize_weight(values_XOI: Tensor, scales: Tensor, format: LinearFormat) -> Tensor:
@@ -90,14 +90,21 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _scales(largest: Tensor, dtype: str) -> Tensor:
-    return torch.where(largest == 0, 1.0, largest / _LARGEST[dtype])
+def _quantize(x: Tensor, dims: tuple[int, ...], dtype: Tensor, scale_dtype: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Values and scales, one for all that differ in `dims` alone."""
+    limit = float(torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max)
+    scales = _stored_scales(x.abs().amax(dim=dims, keepdim=True) / limit, scale_dtype or x.dtype)
+    # By the scale as stored, not by the exact one: what reads the row back knows no other.
+    scaled = (x / scales.to(x.dtype)).clamp(-limit, limit).nan_to_num(0.0)
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
 
 
-def _rounded(x: Tensor, dtype: str) -> Tensor:
-    # A scale that was rounded down lets the largest value pass the end of the range by an ulp.
-    bounded = x.clamp(-_LARGEST[dtype], _LARGEST[dtype])
-    return bounded.round().to(torch.int8) if dtype == "int8" else bounded.to(torch.float8_e4m3fn)
+def _stored_scales(exact: Tensor, dtype: Tensor) -> Tensor:
+    """Scales as stored: positive normal numbers, or NaN where the exact one is not finite."""
+    numbers = torch.finfo(dtype)
+    # The largest power of two of a float dtype.
+    largest = numbers.max / (2 - numbers.eps)
+    return torch.where(exact.isfinite(), exact.clamp(numbers.tiny, largest), torch.nan).to(dtype)
 
 
 def _tiled(x_XI: Tensor, tile: int) -> Tensor:

@@ -8,6 +8,7 @@ import lazy_loader as lazy
 
 from castoff.errors import CastoffError
 from castoff.model.setup import Setup
+from castoff.ops.cache_rows import row_storage
 from castoff.ops.program import Tensor
 
 torch = lazy.load("torch")
@@ -29,19 +30,24 @@ class PagedCaches:
         if has_mtp and model.indexer:
             full.append(model.num_hidden_layers)
 
-        def rows(width: int) -> Tensor:
-            return torch.zeros(num_blocks + 1, block_tokens, width, dtype=dtype, device=device)
+        def rows(values: int, row_bytes: int) -> Tensor:
+            width, stored = row_storage(values, row_bytes, setup.cache, dtype)
+            return torch.zeros(num_blocks + 1, block_tokens, width, dtype=stored, device=device)
 
-        self._latent = [rows(model.kv_lora_rank + model.qk_rope_head_dim) for _ in range(layers)]
-        self._indexer = {layer: rows(model.indexer.index_head_dim) for layer in full if model.indexer}
+        latent, index = (
+            model.kv_lora_rank + model.qk_rope_head_dim,
+            model.indexer.index_head_dim if model.indexer else 0,
+        )
+        self._latent = [rows(latent, setup.cache.latent_row_bytes) for _ in range(layers)]
+        self._indexer = {layer: rows(index, setup.cache.index_row_bytes) for layer in full}
         self.block_tokens = block_tokens
 
     def latent(self, layer: int) -> Tensor:
-        """Latent rows of a layer, (blocks, block tokens, kv_lora_rank + rope)."""
+        """Latent rows of a layer, (blocks, block tokens, kv_lora_rank + rope), or the bytes of quantised rows."""
         return self._latent[layer]
 
     def indexer(self, layer: int) -> Tensor:
-        """Indexer keys of a full layer, (blocks, block tokens, index_head_dim)."""
+        """Indexer keys of a full layer, (blocks, block tokens, index_head_dim), or the bytes of quantised keys."""
         return self._indexer[layer]
 
     @property

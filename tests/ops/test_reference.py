@@ -49,7 +49,7 @@ def indexer_sizes(topk: int = 4, *, interleave: bool = True) -> IndexerSizes:
 
 
 def attention_sizes(topk: int | None) -> AttentionSizes:
-    return AttentionSizes(H, N, P, R, V, CACHE.latent_row_bytes, 0.3, topk)
+    return AttentionSizes(H, N, P, R, V, CACHE, 0.3, topk)
 
 
 def angles(positions: Any) -> tuple[Any, Any]:
@@ -194,7 +194,7 @@ def _mlapo_quant_case(action: LinearAction) -> Case:
 def _mlapo_case(*, low_rank: bool) -> Case:
     weights = mlapo_weights(low_rank=low_rank)
     tensors = weights.tensors
-    sizes = MlapoSizes(H, N, P, R, Q if low_rank else 0, CACHE.latent_row_bytes)
+    sizes = MlapoSizes(H, N, P, R, Q if low_rank else 0, CACHE)
     own = batch([8, 8], 3)
     return _case(
         mlapo.MLAPO, rand(T, D), *angles(torch.arange(T)), own.slots_T, rand(own.blocks, BLOCK_TOKENS, R + P), *tensors,
@@ -537,7 +537,7 @@ def test_attention_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, q_THX = rand(own.blocks, BLOCK_TOKENS, R + P), rand(14, H, N + P)
     whole = attend(own, cache, q_THX, None)
     for elements in (1, 2 * H * 16 * 3):
-        monkeypatch.setattr(dsa_indexer, "_SCORE_ELEMENTS", elements)
+        monkeypatch.setattr(attention, "SCORE_ELEMENTS", elements)
         torch.testing.assert_close(attend(own, cache, q_THX, None), whole)
 
 

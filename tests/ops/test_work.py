@@ -51,6 +51,14 @@ def quantise_operations(action: LinearAction) -> int:
     return 4 if action in DYNAMIC_ACTIONS else 2
 
 
+def activation_scale_bytes(action: LinearAction, tokens: int, width: int) -> int:
+    """Scales found at run time: fp32 per token, or per 128 values for FP8; a byte per group for MXFP4."""
+    if action not in DYNAMIC_ACTIONS:
+        return 0
+    per_token = {"FP8": 4 * ceil(width / 128), "MXFP4": ceil(width / MXFP4_GROUP)}.get(action, 4)
+    return tokens * per_token
+
+
 class Bench:
     """A recorder with one open block, and what an op recorded in it."""
 
@@ -59,6 +67,15 @@ class Bench:
 
     def x(self, *shape: Dim, dtype: str = "bf16") -> Abstract:
         return self.recorder.tensor(*shape, dtype=dtype)
+
+    def activations(self, tokens: int, width: int, action: LinearAction) -> linear.Activations:
+        """A product's input in a format, as `quantize` leaves it."""
+        form = linear_format(action, mxfp4_group_size=MXFP4_GROUP)
+        values = self.x(tokens, width, dtype=form.activation_dtype)
+        if not form.quantizes_activations:
+            return values
+        count = form.activation_scales(width)
+        return linear.Quantized(values, self.x(tokens, count, dtype=form.scale_dtype) if count else None, "bf16")
 
     def cache(self, *shape: Dim) -> Abstract:
         return self.recorder.tensor(*shape, dtype="int8", kind="cache")
@@ -138,23 +155,26 @@ class TestTable:
 
 class TestLinear:
     @pytest.mark.property
-    @given(T=sizes, I=sizes, O=sizes, action=actions, dtype=st.sampled_from(["bf16", "fp32"]))
-    def test_product(self, T: int, I: int, O: int, action: LinearAction, dtype: str) -> None:  # noqa: E741
+    @given(T=sizes, I=sizes, O=sizes, action=actions)
+    def test_product(self, T: int, I: int, O: int, action: LinearAction) -> None:  # noqa: E741
         bench = Bench()
         weight_bytes, activation_bytes, matrix_dtype = STORED[action]
         weight = bench.weight(O, I, action=action)
-        *_, call = bench.calls(lambda: linear.linear(bench.x(T, I), weight, dtype=dtype))
+        *_, call = bench.calls(lambda: linear.linear(bench.x(T, I), weight))
         work = call.op.work(call)
         assert call.op.name == ("linear" if action == "DISABLED" else "linear_quant")
         assert call.outputs[0].shape == (T, O)
-        assert call.outputs[0].dtype == dtype
+        assert call.outputs[0].dtype == "bf16"
         (part,) = work.parts
         assert part.matrix_flops == 2 * T * I * O
         assert part.matrix_dtype == matrix_dtype
         assert part.vector_flops == 0
-        out_bytes = {"bf16": 2, "fp32": 4}[dtype]
         assert work.bytes == pytest.approx(
-            T * I * activation_bytes + O * I * weight_bytes + scale_bytes(action, O, I) + T * O * out_bytes
+            T * I * activation_bytes
+            + activation_scale_bytes(action, T, I)
+            + O * I * weight_bytes
+            + scale_bytes(action, O, I)
+            + 2 * T * O
         )
 
     @pytest.mark.golden
@@ -188,10 +208,7 @@ class TestLinear:
         assert call.outputs[0].dtype == STORED[action][2]
         work = call.op.work(call)
         assert work.flops == T * I * quantise_operations(action)
-        num_scales = {"FP8": ceil(I / 128), "MXFP4": ceil(I / MXFP4_GROUP)}.get(action, 1)
-        scales = T * num_scales if dynamic else 0
-        # MXFP4 groups share an exponent of one byte; other scales are fp32.
-        assert work.bytes == T * I * (2 + STORED[action][1]) + scales * (1 if action == "MXFP4" else 4)
+        assert work.bytes == T * I * (2 + STORED[action][1]) + activation_scale_bytes(action, T, I)
 
     def test_values_that_are_quantised_already_are_left_alone(self) -> None:
         bench = Bench()
@@ -342,7 +359,7 @@ class TestMlapo:
             kv_a_norm=bench.plain(s.R),
         )
         row_bytes = CACHES[cache].latent_row_bytes
-        own = mlapo.MlapoSizes(s.H, s.N, s.P, s.R, s.Q or 0, row_bytes)
+        own = mlapo.MlapoSizes(s.H, s.N, s.P, s.R, s.Q or 0, CACHES[cache])
         return bench.call(
             lambda: mlapo.mlapo(
                 bench.x(s.T, s.D), bench.x(s.T, s.P), bench.x(s.T, s.P), bench.x(s.T, dtype="int32"),
@@ -660,7 +677,7 @@ class TestAttention:
         bench = Bench()
         T, row_bytes = lengths.tokens, CACHES[cache].latent_row_bytes
         kv_b = bench.plain(s.H * (s.N + V), s.R)
-        own = attention.AttentionSizes(s.H, s.N, s.P, s.R, V, row_bytes, 1.0, topk, shards)
+        own = attention.AttentionSizes(s.H, s.N, s.P, s.R, V, CACHES[cache], 1.0, topk, shards)
         ids = None if topk is None else bench.x(T, min(topk, int(lengths.longest)), dtype="int32")
         return bench.call(
             lambda: attention.multihead_latent_attention(
@@ -743,7 +760,9 @@ class TestAttention:
         """With DCP a rank absorbs its own heads, scores those of its group against its rows, and expands its own."""
         bench, T = Bench(), lengths.tokens
         kv_b = bench.plain(s.H * (s.N + V), s.R)
-        own = attention.AttentionSizes(s.H * dcp, s.N, s.P, s.R, V, 1152, 1.0, topk_limit=K, shards=dcp, absorbs=False)
+        own = attention.AttentionSizes(
+            s.H * dcp, s.N, s.P, s.R, V, CACHES["DISABLED"], 1.0, topk_limit=K, shards=dcp, absorbs=False
+        )
         absorb = bench.call(lambda: attention.absorb_query(bench.x(T, s.H, s.N + s.P), kv_b, own))
         assert absorb.outputs[0].shape == (T, s.H, s.R + s.P)
         core = bench.call(
@@ -795,7 +814,7 @@ class TestAttention:
 
     def test_ids_and_limit_belong_together(self) -> None:
         bench = Bench()
-        own = attention.AttentionSizes(1, 2, 2, 4, 2, 1152, 1.0, 16)
+        own = attention.AttentionSizes(1, 2, 2, 4, 2, CACHES["DISABLED"], 1.0, 16)
         with pytest.raises(AssertionError, match="top-k"):
             attention.multihead_latent_attention(
                 bench.x(1, 1, 4), bench.cache(1, 1), None, bench.x(1, 1), bench.x(1), bench.plain(4, 4), own,
@@ -875,28 +894,31 @@ class TestMoe:
     def test_grouped_matmul(self, s: Experts, rows: int, action: LinearAction) -> None:
         bench = Bench()
         weight = bench.weight(s.E, s.D, s.I, action=action)
-        x = bench.x(rows, s.I, dtype=STORED[action][2])
+        x = bench.activations(rows, s.I, action)
         call = bench.call(lambda: moe.grouped_matmul(x, weight, bench.x(s.E, dtype="int32"), s.touched))
         work = call.op.work(call)
         assert call.op.name == "grouped_matmul" + ("" if action == "DISABLED" else "_quant")
         assert work.flops == matrix_flops(work) == 2 * rows * s.I * s.D
         # Only the experts that got rows are read, and each of them once.
         read = min(s.touched, s.E) * stored_bytes(action, s.D, s.I)
-        assert work.bytes == pytest.approx(rows * s.I * STORED[action][1] + read + 2 * rows * s.D)
+        assert work.bytes == pytest.approx(
+            rows * s.I * STORED[action][1] + activation_scale_bytes(action, rows, s.I) + read + 2 * rows * s.D
+        )
 
     @pytest.mark.property
     @given(s=expert_sizes, rows=st.integers(1, 300), action=actions)
     def test_grouped_matmul_with_swiglu(self, s: Experts, rows: int, action: LinearAction) -> None:
         bench = Bench()
         weight = bench.weight(s.E, 2 * s.I, s.D, action=action)
-        x = bench.x(rows, s.D, dtype=STORED[action][2])
+        x = bench.activations(rows, s.D, action)
         call = bench.call(lambda: moe.grouped_matmul_swiglu(x, weight, bench.x(s.E, dtype="int32"), s.touched))
         work = call.op.work(call)
         assert call.op.name == "grouped_matmul" + ("" if action == "DISABLED" else "_quant") + "_swiglu"
         assert matrix_flops(work) == 2 * rows * s.D * 2 * s.I
         read = min(s.touched, s.E) * stored_bytes(action, 2 * s.I, s.D)
+        scales = activation_scale_bytes(action, rows, s.D) + activation_scale_bytes(action, rows, s.I)
         # The product stays on chip; what leaves is (R, I) in the format that the next product takes.
-        assert work.bytes == pytest.approx(rows * (s.D + s.I) * STORED[action][1] + read)
+        assert work.bytes == pytest.approx(rows * (s.D + s.I) * STORED[action][1] + scales + read)
         assert vector_flops(work) == rows * s.I * (5 + quantise_operations(action))
         assert call.outputs[0].shape == (rows, s.I)
 
@@ -1067,7 +1089,7 @@ class TestCollectives:
     ) -> None:  # fmt: skip
         bench, group = Bench(), Group("tp", n)
         weight = bench.weight(O, I, action=action)
-        x = bench.x(T, I, dtype=STORED[action][2])
+        x = bench.activations(T, I, action)
         fused = bench.work(lambda: collectives.matmul_all_reduce(x, weight, group))
         plain = bench.calls(lambda: collectives.all_reduce(linear.linear(x, weight), group))
         product, reduction = (call.op.work(call) for call in plain)
@@ -1086,11 +1108,12 @@ class TestCollectives:
         bench, group = Bench(), Group("ep", n)
         gate_up = bench.weight(s.E, 2 * s.I, s.D, action=action)
         down = bench.weight(s.E, s.D, s.I, action=action)
-        x = bench.x(rows, s.D, dtype=STORED[action][2])
+        x = bench.activations(rows, s.D, action)
         fused = bench.work(lambda: collectives.dispatch_ffn_combine(x, gate_up, down, s.touched, local_rows, group))
 
         def unfused() -> None:
-            mine = collectives.all_to_all(x, group, shape=(local_rows, s.D))
+            mine = bench.activations(local_rows, s.D, action)
+            collectives.on_values(lambda rows: collectives.all_to_all(rows, group, shape=(local_rows, s.D)), x)
             counts = bench.x(s.E, dtype="int32")
             hidden = moe.grouped_matmul_swiglu(mine, gate_up, counts, s.touched)
             out = moe.grouped_matmul(hidden, down, counts, s.touched)
@@ -1138,7 +1161,7 @@ class TestArrays:
     def test_attention(self, topk: int | None, phase: str) -> None:
         def run(count: Dim, context: Dim) -> Work:
             bench, lengths = Bench(), Lengths((RequestClass(count, context, 4),))
-            own = attention.AttentionSizes(2, 4, 2, 8, 6, 1152, 1.0, topk)
+            own = attention.AttentionSizes(2, 4, 2, 8, 6, CACHES["DISABLED"], 1.0, topk)
             ids = None if topk is None else bench.x(lengths.tokens, topk, dtype="int32")
             return bench.work(
                 lambda: attention.multihead_latent_attention(
