@@ -14,7 +14,7 @@ from castoff.ops.cache_rows import SCORE_ELEMENTS, latent_values
 from castoff.ops.dsa_indexer import gather_request_rows, visible_positions
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
-from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor, dtype_name
 from castoff.ops.work import Part, Work
 from castoff.spec.quant import CacheFormat
 
@@ -53,8 +53,8 @@ class AttentionSizes:
 def _shapes(q_THX: Abstract, *_: Abstract | None, sizes: AttentionSizes, **__: object) -> Shapes:
     heads = (q_THX.shape[0], sizes.heads)
     if sizes.absorbs:
-        return (((*heads, sizes.v_head_dim), "bf16"),)
-    return (((*heads, sizes.kv_lora_rank), "bf16"), (heads, "fp32"))
+        return (((*heads, sizes.v_head_dim), dtype_name(q_THX)),)
+    return (((*heads, sizes.kv_lora_rank), dtype_name(q_THX)), (heads, "fp32"))
 
 
 def _absorbed_work(call: OpCall) -> Work:
@@ -240,7 +240,7 @@ def multihead_latent_attention(
 
 
 def _absorb_shapes(q_THX: Abstract, kv_b_XR: Abstract, *, sizes: AttentionSizes) -> Shapes:
-    return (((*q_THX.shape[:2], sizes.absorbed_head_dim), "bf16"),)
+    return (((*q_THX.shape[:2], sizes.absorbed_head_dim), dtype_name(q_THX)),)
 
 
 def _absorb_work(call: OpCall) -> Work:
@@ -249,7 +249,7 @@ def _absorb_work(call: OpCall) -> Work:
 
 
 def _expand_shapes(out_THR: Abstract, kv_b_XR: Abstract, *, sizes: AttentionSizes) -> Shapes:
-    return (((*out_THR.shape[:2], sizes.v_head_dim), "bf16"),)
+    return (((*out_THR.shape[:2], sizes.v_head_dim), dtype_name(out_THR)),)
 
 
 def _expand_work(call: OpCall) -> Work:
@@ -267,7 +267,7 @@ def _half_of_kv_b(name: str, call: OpCall, width: int) -> Part:
 
 
 def _rescale_shapes(out_THR: Abstract, lse_TH: Abstract, every_lse_TX: Abstract) -> Shapes:
-    return ((out_THR.shape, "bf16"),)
+    return ((out_THR.shape, dtype_name(out_THR)),)
 
 
 def _rescale_work(call: OpCall) -> Work:

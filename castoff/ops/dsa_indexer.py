@@ -241,8 +241,10 @@ def visible_positions(seq_lens_B: Tensor, queries: int, columns: int) -> Tensor:
     return torch.arange(columns, device=seq_lens_B.device) <= own_BS[..., None]
 
 
-DSA_INDEXER = Op("dsa_indexer", "indexer", _shapes, _work, _reference)
-INDEXER_KEY_WRITE = Op("indexer_key_write", "indexer", _key_write_shapes, _key_write_work, _key_write_reference)
+DSA_INDEXER = Op("dsa_indexer", "indexer", _shapes, _work, _reference, mutates=(4,))
+INDEXER_KEY_WRITE = Op(
+    "indexer_key_write", "indexer", _key_write_shapes, _key_write_work, _key_write_reference, outputs=0, mutates=(3,)
+)
 
 
 def dsa_indexer(

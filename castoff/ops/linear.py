@@ -109,7 +109,9 @@ def _dynamic_quantize_reference(x_TI: Tensor, *, format: LinearFormat) -> tuple[
 
 
 QUANTIZE = Op("quantize", "elementwise", _quantize_shapes, _quantize_work)
-DYNAMIC_QUANTIZE = Op("dynamic_quantize", "elementwise", _quantize_shapes, _quantize_work, _dynamic_quantize_reference)
+DYNAMIC_QUANTIZE = Op(
+    "dynamic_quantize", "elementwise", _quantize_shapes, _quantize_work, _dynamic_quantize_reference, outputs=2
+)
 
 
 def _linear_shapes(x_TI: Abstract, weight_OI: Abstract) -> Shapes:

@@ -192,8 +192,8 @@ def _reference(
     return q_THX, latent_TR, key_TP, qa_TQ
 
 
-MLAPO = Op("mlapo", "matmul", _shapes, _work, _reference)
-MLAPO_QUANT = Op("mlapo_quant", "matmul", _shapes, _work, _reference)
+MLAPO = Op("mlapo", "matmul", _shapes, _work, _reference, outputs=4, mutates=(4,))
+MLAPO_QUANT = Op("mlapo_quant", "matmul", _shapes, _work, _reference, outputs=4, mutates=(4,))
 
 
 def mlapo(

@@ -66,7 +66,7 @@ def _gate_reference(
     return weights_TK * scale, experts_TK.to(torch.int32)
 
 
-MOE_GATE = Op("moe_gate", "moe_routing", _gate_shapes, _gate_work, _gate_reference)
+MOE_GATE = Op("moe_gate", "moe_routing", _gate_shapes, _gate_work, _gate_reference, outputs=2)
 
 
 def moe_gate(x_TD: Tensor, gate: Weight, bias: Weight, router: MoeSpec, *, appended: int = 0) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def moe_gate(x_TD: Tensor, gate: Weight, bias: Weight, router: MoeSpec, *, appen
 
 def _permute_shapes(x_TD: Abstract, experts_TK: Abstract, *, num_experts: int) -> Shapes:
     rows = x_TD.shape[0] * experts_TK.shape[1]
-    return (((rows, x_TD.shape[1]), x_TD.dtype), ((rows,), "int32"), ((num_experts,), "int32"))
+    return (((rows, x_TD.shape[1]), dtype_name(x_TD)), ((rows,), "int32"), ((num_experts,), "int32"))
 
 
 def _permute_work(call: OpCall) -> Work:
@@ -105,7 +105,7 @@ def _permute_reference(x_TD: Tensor, experts_TK: Tensor, *, num_experts: int) ->
     return x_TD[order_R // experts_TK.shape[1]], order_R.to(torch.int32), counts_E
 
 
-MOE_PERMUTE = Op("moe_permute", "moe_routing", _permute_shapes, _permute_work, _permute_reference)
+MOE_PERMUTE = Op("moe_permute", "moe_routing", _permute_shapes, _permute_work, _permute_reference, outputs=3)
 
 
 def moe_permute(x_TD: Tensor, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +115,7 @@ def moe_permute(x_TD: Tensor, experts_TK: Tensor, num_experts: int) -> tuple[Ten
 
 
 def _unpermute_shapes(rows_RD: Abstract, weights_TK: Abstract, order_R: Abstract) -> Shapes:
-    return (((weights_TK.shape[0], rows_RD.shape[1]), "bf16"),)
+    return (((weights_TK.shape[0], rows_RD.shape[1]), dtype_name(rows_RD)),)
 
 
 def _unpermute_work(call: OpCall) -> Work:
@@ -249,16 +249,26 @@ def _swiglu_reference(x_T2I: Tensor) -> tuple[Tensor]:
     return (torch.nn.functional.silu(gate) * up,)
 
 
-GROUPED_MATMUL = Op("grouped_matmul", "grouped_matmul", _grouped_shapes, _grouped_work, _grouped_reference)
+GROUPED_MATMUL = Op("grouped_matmul", "grouped_matmul", _grouped_shapes, _grouped_work, _grouped_reference, opaque=True)
 GROUPED_MATMUL_QUANT = Op(
-    "grouped_matmul_quant", "grouped_matmul", _grouped_quant_shapes, _grouped_work, _grouped_quant_reference
+    "grouped_matmul_quant",
+    "grouped_matmul",
+    _grouped_quant_shapes,
+    _grouped_work,
+    _grouped_quant_reference,
+    opaque=True,
 )
 GROUPED_MATMUL_SWIGLU = Op(
-    "grouped_matmul_swiglu", "grouped_matmul", _grouped_swiglu_shapes, _grouped_swiglu_work, _grouped_swiglu_reference
+    "grouped_matmul_swiglu",
+    "grouped_matmul",
+    _grouped_swiglu_shapes,
+    _grouped_swiglu_work,
+    _grouped_swiglu_reference,
+    opaque=True,
 )
 GROUPED_MATMUL_QUANT_SWIGLU = Op(
     "grouped_matmul_quant_swiglu", "grouped_matmul", _grouped_quant_swiglu_shapes, _grouped_swiglu_work,
-    _grouped_quant_swiglu_reference,
+    _grouped_quant_swiglu_reference, outputs=2, opaque=True,
 )  # fmt: skip
 
 
@@ -293,7 +303,7 @@ def _call_quantized(
 
 def _swiglu_shapes(x_T2I: Abstract) -> Shapes:
     *tokens, doubled = x_T2I.shape
-    return (((*tokens, doubled // 2), "bf16"),)
+    return (((*tokens, doubled // 2), dtype_name(x_T2I)),)
 
 
 def _swiglu_work(call: OpCall) -> Work:

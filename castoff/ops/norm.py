@@ -29,28 +29,28 @@ def _work(call: OpCall) -> Work:
 
 
 def _normed(x_TD: Abstract, *_: Abstract, eps: float) -> Shapes:
-    return ((x_TD.shape, "bf16"),)
+    return ((tuple(x_TD.shape), dtype_name(x_TD)),)
 
 
 def _normed_and_residual(x_TD: Abstract, *_: Abstract, eps: float) -> Shapes:
-    return ((x_TD.shape, "bf16"), (x_TD.shape, "bf16"))
+    return ((tuple(x_TD.shape), dtype_name(x_TD)),) * 2
 
 
 def _quantized(x_TD: Abstract, *_: Abstract, eps: float, format: LinearFormat) -> Shapes:
     *tokens, width = x_TD.shape
     assert isinstance(width, int)
     return (
-        (x_TD.shape, format.activation_dtype),
+        (tuple(x_TD.shape), format.activation_dtype),
         ((*tokens, format.activation_scales(width)), format.scale_dtype),
     )
 
 
 def _quantized_and_residual(x_TD: Abstract, *_: Abstract, eps: float, format: LinearFormat) -> Shapes:
-    return (*_quantized(x_TD, eps=eps, format=format), (x_TD.shape, "bf16"))
+    return (*_quantized(x_TD, eps=eps, format=format), (tuple(x_TD.shape), dtype_name(x_TD)))
 
 
 def _add_shapes(x_TD: Abstract, y_TD: Abstract) -> Shapes:
-    return ((x_TD.shape, "bf16"),)
+    return ((tuple(x_TD.shape), dtype_name(x_TD)),)
 
 
 def _add_work(call: OpCall) -> Work:
@@ -101,11 +101,13 @@ def _add_reference(x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor]:
 
 RMS_NORM = Op("rms_norm", "norm", _normed, _work, rms_norm_reference)
 ADD_RMS_NORM = Op("add_rms_norm", "norm", _normed, _work, _add_rms_norm_reference)
-ADD_RMS_NORM2 = Op("add_rms_norm2", "norm", _normed_and_residual, _work, _add_rms_norm2_reference)
-RMS_NORM_DYNAMIC_QUANT = Op("rms_norm_dynamic_quant", "norm", _quantized, _work, _rms_norm_quant_reference)
-ADD_RMS_NORM_DYNAMIC_QUANT = Op("add_rms_norm_dynamic_quant", "norm", _quantized, _work, _add_rms_norm_quant_reference)
+ADD_RMS_NORM2 = Op("add_rms_norm2", "norm", _normed_and_residual, _work, _add_rms_norm2_reference, outputs=2)
+RMS_NORM_DYNAMIC_QUANT = Op("rms_norm_dynamic_quant", "norm", _quantized, _work, _rms_norm_quant_reference, outputs=2)
+ADD_RMS_NORM_DYNAMIC_QUANT = Op(
+    "add_rms_norm_dynamic_quant", "norm", _quantized, _work, _add_rms_norm_quant_reference, outputs=2
+)
 ADD_RMS_NORM2_DYNAMIC_QUANT = Op(
-    "add_rms_norm2_dynamic_quant", "norm", _quantized_and_residual, _work, _add_rms_norm2_quant_reference
+    "add_rms_norm2_dynamic_quant", "norm", _quantized_and_residual, _work, _add_rms_norm2_quant_reference, outputs=3
 )
 ADD = Op("add", "elementwise", _add_shapes, _add_work, _add_reference)
 

@@ -67,6 +67,8 @@ class Op:
     `shapes(*inputs, **attributes)` gives (shape, dtype) per result; `work(call)` the work of a recorded call;
     `reference(*inputs, **attributes)` computes the results from torch tensors, by the op's definition.
     Inputs are tensors alone; attributes are numbers, words and frozen dataclasses of them.
+    outputs: how many results there are when it is computed. mutates: inputs that it writes. opaque: torch.compile must
+    not look into the reference, since it depends on data or is a kernel; see `ops/library.py`.
     """
 
     name: str
@@ -74,6 +76,9 @@ class Op:
     shapes: Callable[..., Shapes]
     work: Callable[[OpCall], Work]
     reference: Callable[..., tuple[Any, ...]] | None = None
+    outputs: int = 1
+    mutates: tuple[int, ...] = ()
+    opaque: bool = False
 
     def __call__(self, *inputs: Tensor | None, **attributes: Any) -> tuple[Any, ...]:
         """Record the call where the inputs are abstract, compute it where they are real, and return the results."""
@@ -82,9 +87,34 @@ class Op:
                 return value.recorder.record(self, inputs, attributes)
         if self.reference is None:
             raise NotImplementedError(f"{self.name} can be cast, and cannot be run yet")
+        if torch.compiler.is_compiling():
+            return call_registered(self, inputs, attributes) if self.opaque else self.reference(*inputs, **attributes)
         # A name in torch's profiler, the same as in a cast.
         with torch.profiler.record_function(self.name):
             return self.reference(*inputs, **attributes)
+
+
+def call_registered(op: Op, inputs: tuple[Tensor | None, ...], attributes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Call `op` as the torch.library op that `ops.library.register` made of it."""
+    read = [None if index in op.mutates else value for index, value in enumerate(inputs)]
+    outputs = getattr(torch.ops.castoff, op.name)(read, [inputs[index] for index in op.mutates], literal(attributes))
+    return (outputs,) if op.outputs == 1 else tuple(outputs or ())
+
+
+def literal(value: Any) -> str:
+    """Attributes as JSON; a dataclass is an object with its name under `class`. Plain enough for torch.compile."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return '"' + value + '"'
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join([literal(item) for item in value]) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join([literal(key) + ": " + literal(item) for key, item in value.items()]) + "}"
+    names = type(value).__dataclass_fields__
+    return literal({"class": type(value).__name__, **{name: getattr(value, name) for name in names}})
 
 
 @dataclass(slots=True, eq=False)

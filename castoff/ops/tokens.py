@@ -9,14 +9,14 @@ import lazy_loader as lazy
 
 from castoff.dims import Dim
 from castoff.ops.linear import Weight
-from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
+from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor, dtype_name
 from castoff.ops.work import Part, Work
 
 torch = lazy.load("torch")
 
 
 def _embedding_shapes(ids_T: Abstract, table_VD: Abstract) -> Shapes:
-    return (((ids_T.shape[0], table_VD.shape[1]), "bf16"),)
+    return (((ids_T.shape[0], table_VD.shape[1]), dtype_name(table_VD)),)
 
 
 def _copied(call: OpCall) -> Work:
@@ -36,7 +36,7 @@ def embedding(ids_T: Tensor, table: Weight) -> Tensor:
 
 
 def _select_shapes(x_TD: Abstract, *, rows: Dim) -> Shapes:
-    return (((rows, x_TD.shape[1]), x_TD.dtype),)
+    return (((rows, x_TD.shape[1]), dtype_name(x_TD)),)
 
 
 def _select_reference(x_TD: Tensor, *, rows: int) -> tuple[Tensor]:
@@ -53,7 +53,7 @@ def select_rows(x_TD: Tensor, rows: Dim) -> Tensor:
 
 def _concat_shapes(a_TD: Abstract, b_TD: Abstract) -> Shapes:
     width = a_TD.shape[1] + b_TD.shape[1]
-    return (((a_TD.shape[0], width), a_TD.dtype),)
+    return (((a_TD.shape[0], width), dtype_name(a_TD)),)
 
 
 def _concat_reference(a_TD: Tensor, b_TD: Tensor) -> tuple[Tensor]:

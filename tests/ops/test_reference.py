@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from castoff.ops import attention, collectives, dsa_indexer, linear, mlapo, moe, norm, table, tokens  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from castoff.ops import attention, collectives, dsa_indexer, library, linear, mlapo, moe, norm, table, tokens  # noqa: E402
 from castoff.ops.attention import AttentionSizes  # noqa: E402
 from castoff.ops.dsa_indexer import IndexerSizes, IndexerWeights  # noqa: E402
 from castoff.ops.lengths import Lengths  # noqa: E402
 from castoff.ops.linear import Weight  # noqa: E402
 from castoff.ops.mlapo import MlapoSizes, MlapoWeights  # noqa: E402
-from castoff.ops.program import Abstract, Op, Recorder, dtype_name  # noqa: E402
+from castoff.ops.program import Abstract, Op, Recorder, call_registered, dtype_name  # noqa: E402
 from castoff.ops.quantization import quantize_activations, quantize_weight  # noqa: E402
 from castoff.spec.quant import CacheFormat, LinearAction, linear_format  # noqa: E402
 from castoff.spec.scenario import RequestClass  # noqa: E402
@@ -28,7 +30,13 @@ from castoff.spec.scenario import RequestClass  # noqa: E402
 T, D, Q, R, P, N, V, H = 6, 12, 10, 16, 8, 5, 7, 3
 INDEX_HEADS, INDEX_DIM = 16, 12
 BLOCK_TOKENS = 4
-DTYPES = {torch.int32: "int32", torch.int64: "int32", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+DTYPES = {
+    torch.int32: "int32",
+    torch.int64: "int32",
+    torch.int8: "int8",
+    torch.uint8: "int8",
+    torch.float8_e4m3fn: "fp8",
+}
 CACHE = CacheFormat("DISABLED", 2 * (R + P), 2 * INDEX_DIM, 0, "bf16")
 
 
@@ -221,6 +229,29 @@ def _attention_case(op: Op, topk: int | None) -> Case:
     )  # fmt: skip
 
 
+# A latent row and an index key of this format: 128 values, a scale and 8 rope values; 16 values and a scale.
+QUANTIZED = CacheFormat("INT8", 128 + 4 + 2 * P, 16, 2, "int8")
+
+
+def _quantized_attention_case(op: Op, topk: int | None) -> Case:
+    plain = _attention_case(op, topk)
+    cache = torch.randint(
+        0, 60, (plain.inputs[1].shape[0], BLOCK_TOKENS, QUANTIZED.latent_row_bytes), dtype=torch.uint8
+    )
+    inputs = (plain.inputs[0], cache, *plain.inputs[2:5], rand(H * (N + V), 128))
+    sizes = replace(plain.attributes["sizes"], kv_lora_rank=128, cache=QUANTIZED)
+    return replace(plain, inputs=inputs, attributes={**plain.attributes, "sizes": sizes})
+
+
+def _quantized_indexer_case() -> Case:
+    plain, width = _indexer_case(8, 4), 16
+    cache = torch.randint(0, 60, (plain.inputs[4].shape[0], BLOCK_TOKENS, QUANTIZED.index_row_bytes), dtype=torch.uint8)
+    weights = (rand(INDEX_HEADS * width, Q), rand(width, D), plain.inputs[10], rand(width), rand(width), None, None)
+    sizes = replace(plain.attributes["sizes"], head_dim=width, cache=QUANTIZED)
+    inputs = (*plain.inputs[:4], cache, *plain.inputs[5:8], *weights)
+    return replace(plain, inputs=inputs, attributes={**plain.attributes, "sizes": sizes})
+
+
 def _grouped_case(op: Op) -> Case:
     weight = Weight(rand(4, 10, D))
     counts = torch.tensor([3, 0, 1, 2], dtype=torch.int32)
@@ -250,6 +281,9 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "sparse attention": lambda: _attention_case(attention.SPARSE, 4),
     "dense attention": lambda: _attention_case(attention.DENSE, None),
+    "sparse attention over a quantised cache": lambda: _quantized_attention_case(attention.SPARSE_QUANT, 4),
+    "dense attention over a quantised cache": lambda: _quantized_attention_case(attention.DENSE_QUANT, None),
+    "dsa_indexer over quantised keys": _quantized_indexer_case,
     "moe_gate": lambda: _gate_case(1),
     "moe_gate with groups": lambda: _gate_case(4),
     "moe_permute": lambda: _case(moe.MOE_PERMUTE, rand(T, D), ids(T, 2, below=5), num_experts=5),
@@ -287,6 +321,18 @@ def abstract_results(case: Case) -> list[tuple[tuple[int, ...], str]]:
     return [(tuple(int(size) for size in shape), dtype) for shape, dtype in case.op.shapes(*inputs, **case.attributes)]
 
 
+def as_dtype(inputs: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
+    """The inputs with their floats, quantised values aside, in a dtype."""
+    return tuple(
+        value.to(dtype) if value is not None and value.dtype.is_floating_point and value.itemsize > 1 else value
+        for value in inputs
+    )
+
+
+def name_of(dtype: Any) -> str:
+    return dtype_name(torch.empty(0, dtype=dtype))
+
+
 def real_results(case: Case) -> tuple[Any, ...]:
     return case.op(*case.inputs, **case.attributes)
 
@@ -302,6 +348,34 @@ def test_real_shapes_are_the_abstract_ones(name: str) -> None:
     assert [tuple(value.shape) for value in real_results(case)] == [shape for shape, _ in abstract_results(case)]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_registered_ops_compute_the_same_and_their_fakes_have_the_same_shapes(name: str, dtype: Any) -> None:
+    """As `torch.ops.castoff.…`, on real tensors and on torch's fake ones; what a call writes is written."""
+    library.register()
+    case = CASES[name]()
+    inputs = as_dtype(case.inputs, dtype)
+    attributes = {**case.attributes, **({"dtype": name_of(dtype)} if "dtype" in case.attributes else {})}
+    # Only casts are given these.
+    attributes |= {key: None for key in ("lengths", "touched") if key in attributes}
+    case = replace(case, inputs=inputs, attributes=attributes)
+    copies = tuple(None if value is None else value.clone() for value in inputs)
+    real = real_results(case)
+    registered = call_registered(case.op, copies, attributes)
+    assert len(real) == len(registered)
+    for own, other in zip(real, registered, strict=True):
+        assert torch.equal(own, other)
+    for own, copy in zip(inputs, copies, strict=True):
+        if own is not None:
+            assert torch.equal(own, copy)
+    with FakeTensorMode() as mode:
+        fakes = tuple(None if value is None else mode.from_tensor(value) for value in inputs)
+        fake = call_registered(case.op, fakes, attributes)
+    assert [(tuple(value.shape), value.dtype) for value in fake] == [
+        (tuple(value.shape), value.dtype) for value in real
+    ]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_narrow_values_are_where_the_abstract_results_say(name: str) -> None:
     case = CASES[name]()
@@ -315,13 +389,8 @@ def test_narrow_values_are_where_the_abstract_results_say(name: str) -> None:
 def test_results_have_the_dtype_of_the_inputs(name: str, dtype: Any) -> None:
     """Whatever the width, save router weights and scales, which are never narrower than fp32."""
     case = CASES[name]()
-    inputs = tuple(
-        value.to(dtype) if value is not None and value.dtype.is_floating_point and value.itemsize > 1 else value
-        for value in case.inputs
-    )
-    attributes = {**case.attributes, "dtype": dtype_name(torch.empty(0, dtype=dtype))}
-    if "dtype" not in case.attributes:
-        attributes = case.attributes
+    inputs = as_dtype(case.inputs, dtype)
+    attributes = {**case.attributes, **({"dtype": name_of(dtype)} if "dtype" in case.attributes else {})}
     for value, (_, abstract) in zip(
         real_results(replace(case, inputs=inputs, attributes=attributes)), abstract_results(case), strict=True
     ):
