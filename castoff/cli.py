@@ -50,7 +50,7 @@ from castoff.report.shapes_csv import shapes_csv
 from castoff.report.step import step_report
 from castoff.report.tables import step_tables
 from castoff.runtime import generate
-from castoff.runtime.generate import RunOptions
+from castoff.runtime.options import RunOptions
 from castoff.spec.backend import Backend, load_backend, shipped_backends
 from castoff.spec.device import Device, load_device, shipped_devices
 from castoff.spec.model import ALIASES, ModelSpec, load_model, shipped_models
@@ -115,10 +115,18 @@ def run(
     options = options or RunOptions()
     check_outputs({"--json": None if json in (None, "-") else Path(str(json)), "--profile": options.profile})
     try:
-        report = generate.run(model, options, num_hidden_layers=num_hidden_layers_override, progress=show_progress)
+        report = generate.run(
+            model,
+            options,
+            num_hidden_layers=num_hidden_layers_override,
+            op_times=json is not None,
+            progress=show_progress,
+        )
     finally:
         # What follows, a result or an error, starts on a clean line.
         show_progress("")
+    if options.profile and report.trace is not None:
+        write_file(options.profile, report.trace)
     if json:
         write_json(json, report.as_json())
     if json != "-":
@@ -127,7 +135,7 @@ def run(
 
 def compare(
     cast_json: Annotated[Path, Parameter(help="What `castoff cast --json` wrote.")],
-    run_json: Annotated[Path, Parameter(help="What `castoff run --profile TRACE --json` wrote.")],
+    run_json: Annotated[Path, Parameter(help="What `castoff run --json` wrote.")],
     /,
     *,
     json: JsonTarget = None,
