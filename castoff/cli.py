@@ -19,6 +19,7 @@ from cyclopts import App, CycloptsError, Parameter
 from castoff import __version__, api
 from castoff.casting.measured import coverage, load_measured, require_hits
 from castoff.casting.summary import op_summaries
+from castoff.config_file import add_from_file
 from castoff.errors import CastoffError, CastoffWarning
 from castoff.flags import (
     DeviceName,
@@ -105,6 +106,9 @@ def run(
     ],
     /,
     *,
+    config: Annotated[
+        Path | None, Parameter(metavar="FILE", help="YAML file of these flags, with underscores; those given here win.")
+    ] = None,
     options: RunGroup | None = None,
     num_hidden_layers_override: Annotated[
         int | None, Parameter(help="Keep only the first layers of the model.")
@@ -263,7 +267,7 @@ def _app(argv: Sequence[str]) -> App:
         help="Predict steps of long-context sparse-attention LLMs on hardware that you need not have.",
         version=__version__,
         help_format="plaintext",
-        config=check_tokens,
+        config=(add_from_file, check_tokens),
         help_formatter=DocumentedFormatter(),
         # Making one takes longer than parsing.
         console=console(plain_width=120) if asks_for_help else None,
