@@ -19,6 +19,7 @@ from cyclopts import App, CycloptsError, Parameter
 from castoff import __version__, api
 from castoff.casting.measured import coverage, load_measured, require_hits
 from castoff.casting.summary import op_summaries
+from castoff.config_file import add_from_file
 from castoff.errors import CastoffError, CastoffWarning
 from castoff.flags import (
     DeviceName,
@@ -50,7 +51,7 @@ from castoff.report.shapes_csv import shapes_csv
 from castoff.report.step import step_report
 from castoff.report.tables import step_tables
 from castoff.runtime import generate
-from castoff.runtime.generate import RunOptions
+from castoff.runtime.options import RunOptions
 from castoff.spec.backend import Backend, load_backend, shipped_backends
 from castoff.spec.device import Device, load_device, shipped_devices
 from castoff.spec.model import ALIASES, ModelSpec, load_model, shipped_models
@@ -105,6 +106,9 @@ def run(
     ],
     /,
     *,
+    config: Annotated[
+        Path | None, Parameter(metavar="FILE", help="YAML file of these flags, with underscores; those given here win.")
+    ] = None,
     options: RunGroup | None = None,
     num_hidden_layers_override: Annotated[
         int | None, Parameter(help="Keep only the first layers of the model.")
@@ -115,10 +119,18 @@ def run(
     options = options or RunOptions()
     check_outputs({"--json": None if json in (None, "-") else Path(str(json)), "--profile": options.profile})
     try:
-        report = generate.run(model, options, num_hidden_layers=num_hidden_layers_override, progress=show_progress)
+        report = generate.run(
+            model,
+            options,
+            num_hidden_layers=num_hidden_layers_override,
+            op_times=json is not None,
+            progress=show_progress,
+        )
     finally:
         # What follows, a result or an error, starts on a clean line.
         show_progress("")
+    if options.profile and report.trace is not None:
+        write_file(options.profile, report.trace)
     if json:
         write_json(json, report.as_json())
     if json != "-":
@@ -127,7 +139,7 @@ def run(
 
 def compare(
     cast_json: Annotated[Path, Parameter(help="What `castoff cast --json` wrote.")],
-    run_json: Annotated[Path, Parameter(help="What `castoff run --profile TRACE --json` wrote.")],
+    run_json: Annotated[Path, Parameter(help="What `castoff run --json` wrote.")],
     /,
     *,
     json: JsonTarget = None,
@@ -255,7 +267,7 @@ def _app(argv: Sequence[str]) -> App:
         help="Predict steps of long-context sparse-attention LLMs on hardware that you need not have.",
         version=__version__,
         help_format="plaintext",
-        config=check_tokens,
+        config=(add_from_file, check_tokens),
         help_formatter=DocumentedFormatter(),
         # Making one takes longer than parsing.
         console=console(plain_width=120) if asks_for_help else None,

@@ -20,7 +20,7 @@ from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, Unused
 from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel, InlineText
 
 from castoff.errors import CastoffError
-from castoff.runtime.generate import RunOptions
+from castoff.runtime.options import RunOptions
 from castoff.spec.device import shipped_devices
 from castoff.spec.model import shipped_models
 from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, Scenario, Workload

@@ -54,9 +54,9 @@ class Comparison:
 
 
 def compare(cast_file: Path, run_file: Path) -> Comparison:
-    """Compare the JSON of a cast with that of a profiled run. Raises CastoffError for files that are neither."""
+    """Compare the JSON of a cast with that of a run. Raises CastoffError for files that are neither."""
     predicted = {op["name"]: float(op["mean_s"]) for op in _ops(cast_file, "castoff cast --json")}
-    run = _ops(run_file, "castoff run --profile TRACE --json")
+    run = _ops(run_file, "castoff run --json")
     ops = tuple(
         OpComparison(op["name"], int(op["calls"]), predicted.get(op["name"]), float(op["mean_s"]))
         for op in sorted(run, key=lambda op: -float(op["total_s"]))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import secrets
 import stat
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -99,12 +99,6 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def write_file(path: Path, text: str) -> None:
     """Write a file whole: a reader, or a crash, sees the old one or the new one. Raises CastoffError."""
     try:
@@ -112,13 +106,16 @@ def write_file(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
             return
         target = path.resolve()
-        descriptor, name = tempfile.mkstemp(prefix=".castoff-", dir=target.parent)
-        temporary = Path(name)
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
+        # Named before it is made, so that wherever an interrupt strikes it is known what to remove.
+        temporary = target.with_name(f".castoff-{secrets.token_hex(8)}")
         try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
-            # mkstemp makes files that only their owner reads; a report is an ordinary file.
-            temporary.chmod(stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask())
+            if target.exists():
+                # The process' umask may have taken bits away.
+                temporary.chmod(mode)
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from castoff.report.units import count, gib_text
-from castoff.runtime.generate import RunReport
+from castoff.report.units import count, gib_text, microseconds, milliseconds, percent
+from castoff.runtime.report import RunReport
 
 
 def run_text(report: RunReport) -> str:
@@ -21,10 +21,20 @@ def run_text(report: RunReport) -> str:
         f"TTFT {1e3 * report.ttft_s:,.1f} ms{tpot}, {report.tokens_per_s:,.1f} tokens/s",
         f"{count(statistics.decode_steps)} decode steps, {count(statistics.sparse_steps)} of them sparse; "
         f"{statistics.acceptance_length:.2f} tokens gained per request and step",
-        f"weights {gib_text(report.weights_bytes)}, caches {gib_text(report.cache_bytes)}, "
-        f"peak {gib_text(report.peak_bytes)}",
+        *_drafts_text(statistics.acceptance_rates),
+        f"weights {gib_text(report.memory.weights_bytes)}, caches {gib_text(report.memory.cache_bytes)}, "
+        f"peak {gib_text(report.memory.peak_bytes)}",
+        *(
+            f"{op.name}: {count(op.calls)} calls, {microseconds(op.mean_s)} µs each, {milliseconds(op.total_s)} ms"
+            for op in report.ops
+        ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _drafts_text(rates: list[float]) -> list[str]:
+    shares = ", ".join(f"{percent(rate)} of draft {position}" for position, rate in enumerate(rates, start=1))
+    return [f"accepted: {shares}"] if shares else []
 
 
 def show_progress(text: str) -> None:

@@ -41,17 +41,30 @@ class Result:
 
 @dataclass(slots=True)
 class Statistics:
-    """Counts over a run. sparse_steps: decode steps in which some request was longer than index_topk."""
+    """Counts over a run.
+
+    sparse_steps: decode steps in which some request was longer than index_topk. request_steps: requests of all decode
+    steps. accepted_drafts: for each draft position, in how many of those the draft was accepted.
+    """
 
     decode_steps: int = 0
     sparse_steps: int = 0
     request_steps: int = 0
     decoded_tokens: int = 0
+    accepted_drafts: list[int] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
         """Mean tokens that a decode step gave a request; 0 before any."""
         return self.decoded_tokens / self.request_steps if self.request_steps else 0.0
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """For each draft position, the share of a request's decode steps in which that draft was accepted.
+
+        They never rise, and add up to acceptance_length - 1; all 0 before any step.
+        """
+        return [accepted / max(self.request_steps, 1) for accepted in self.accepted_drafts]
 
 
 @dataclass(slots=True)
@@ -89,7 +102,7 @@ class Scheduler:
         self._stop_ids = stop_ids
         self._progress = progress
         self._drafts = engine.setup.mtp.num_mtp_tokens
-        self.statistics = Statistics()
+        self.statistics = Statistics(accepted_drafts=[0] * self._drafts)
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Results in the order of the requests. Raises CastoffError where a request can never fit in the cache."""
@@ -196,6 +209,8 @@ class Scheduler:
         statistics.sparse_steps += indexer is not None and max(lengths) > indexer.index_topk
         statistics.request_steps += len(accepted)
         statistics.decoded_tokens += sum(accepted) + len(accepted)
+        for draft in range(self._drafts):
+            statistics.accepted_drafts[draft] += sum(count > draft for count in accepted)
 
     def _choose(self, logits_SV: Tensor | None, item: _Running, position: int) -> list[int]:
         assert logits_SV is not None, "sampling needs whole rows of logits"

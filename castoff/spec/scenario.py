@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
@@ -326,10 +327,11 @@ def check_types(scenario: Scenario) -> None:
         if group is None:
             raise CastoffError(f"the scenario's {cls.__name__.lower()} must be a {cls.__name__}")
         for name, allowed in _declared(cls).items():
-            _check_field(name, getattr(group, name), allowed)
+            check_value(name, getattr(group, name), allowed)
 
 
-def _check_field(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def check_value(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Refuse a value that is neither of one of the allowed types nor one of the allowed words."""
     words = [entry for entry in allowed if not isinstance(entry, type)]
     types = tuple(entry for entry in allowed if isinstance(entry, type))
     # A bool is an int to Python, and no number to a user.
@@ -341,17 +343,17 @@ def _check_field(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise CastoffError(f"{name} must be {' or '.join(names)}, got {value!r}")
 
 
+def plain_types(hint: object) -> tuple[object, ...]:
+    """The types and words that a hint allows; nothing where it allows more than plain values and paths."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    flat = [word for option in options for word in (get_args(option) if get_origin(option) is Literal else (option,))]
+    plain = all(entry in (int, float, bool, str, Path, NoneType) or isinstance(entry, str) for entry in flat)
+    return tuple(flat) if plain else ()
+
+
 @cache
 def _declared(cls: type) -> dict[str, tuple[object, ...]]:
     """Types and words that each plain field of a class may hold."""
     hints = get_type_hints(cls)
-    plain: dict[str, tuple[object, ...]] = {}
-    for item in fields(cls):
-        hint = hints[item.name]
-        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        flat = [
-            word for option in options for word in (get_args(option) if get_origin(option) is Literal else (option,))
-        ]
-        if all(entry in (int, float, bool, str, NoneType) or isinstance(entry, str) for entry in flat):
-            plain[item.name] = tuple(flat)
-    return plain
+    allowed = {item.name: plain_types(hints[item.name]) for item in fields(cls)}
+    return {name: types for name, types in allowed.items() if types}

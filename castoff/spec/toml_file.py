@@ -60,28 +60,28 @@ class Table:
         value = self._value(key)
         if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < 2**63:
             wanted = f"a whole number of at least {at_least} that fits in 64 bits"
-            raise self.fault(key, f"must be {wanted}, got {_shown(value)}")
+            raise self.fault(key, f"must be {wanted}, got {shown(value)}")
         return value
 
     def flag(self, key: str) -> bool:
         value = self._value(key)
         if not isinstance(value, bool):
-            raise self.fault(key, f"must be true or false, not {_shown(value)}")
+            raise self.fault(key, f"must be true or false, not {shown(value)}")
         return value
 
     def text(self, key: str) -> str:
         value = self._value(key)
         if not isinstance(value, str) or not value.strip():
-            raise self.fault(key, f"must be a non-empty string, got {_shown(value)}")
+            raise self.fault(key, f"must be a non-empty string, got {shown(value)}")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
         value = self._value(key)
         if not isinstance(value, list):
-            raise self.fault(key, f"must be a list of strings, got {_shown(value)}")
+            raise self.fault(key, f"must be a list of strings, got {shown(value)}")
         for item in value:
             if not isinstance(item, str) or not item.strip():
-                raise self.fault(key, f"must be a list of non-empty strings, but holds {_shown(item)}")
+                raise self.fault(key, f"must be a list of non-empty strings, but holds {shown(item)}")
         return tuple(value)
 
     def choice(self, key: str, allowed: Sequence[Choice]) -> Choice:
@@ -93,14 +93,14 @@ class Table:
     def table(self, key: str) -> "Table":
         value = self._value(key)
         if not isinstance(value, dict):
-            raise self.fault(key, f"must be a table, got {_shown(value)}")
+            raise self.fault(key, f"must be a table, got {shown(value)}")
         return Table(file=self.file, name=self._dotted(key), values=value)
 
     def tables(self, key: str) -> tuple["Table", ...]:
         value = self._value(key)
         if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
             raise self.fault(
-                key, f"must be one or more tables, each headed [[{self._dotted(key)}]], got {_shown(value)}"
+                key, f"must be one or more tables, each headed [[{self._dotted(key)}]], got {shown(value)}"
             )
         return tuple(
             Table(file=self.file, name=f"{self._dotted(key)}[{i}]", values=item) for i, item in enumerate(value)
@@ -124,13 +124,13 @@ class Table:
     def _number(self, key: str, wanted: str, accepts: Callable[[float], bool]) -> float:
         value = self._value(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.fault(key, f"must be {wanted}, got {_shown(value)}")
+            raise self.fault(key, f"must be {wanted}, got {shown(value)}")
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
         if not math.isfinite(number) or not accepts(number):
-            raise self.fault(key, f"must be {wanted}, got {_shown(number)}")
+            raise self.fault(key, f"must be {wanted}, got {shown(number)}")
         return number
 
     def _one_of(self, key: str, value: object, allowed: Sequence[Choice]) -> Choice:
@@ -138,7 +138,7 @@ class Table:
             if value == option:
                 return option
         hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
-        raise self.fault(key, f"must be one of {', '.join(allowed)}, got {_shown(value)}{hint}")
+        raise self.fault(key, f"must be one of {', '.join(allowed)}, got {shown(value)}{hint}")
 
 
 def read_toml(path: Path) -> Table:
@@ -184,7 +184,8 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(repr(option) for option in near)}?)" if near else ""
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as an error message names it."""
     match value:
         case bool():
             return str(value).lower()

@@ -40,6 +40,34 @@ def test_json(capsys: Capture, model: str) -> None:
     assert {"ttft_s", "tpot_s", "tokens_per_s", "acceptance_length", "memory"} <= report.keys()
     assert report["sparse_steps"] == report["decode_steps"] > 0
     assert report["memory"]["weights_bytes"] > 0
+    rates = report["acceptance_rates"]
+    assert len(rates) == 2
+    assert 1 >= rates[0] >= rates[1] >= 0
+    assert report["acceptance_length"] == pytest.approx(1 + sum(rates))
+
+
+def test_op_times_come_without_a_profile(capsys: Capture, model: str, tmp_path: Path) -> None:
+    # The profiler is emptied several times within such a run.
+    arguments = [*run_of(model)[:-2], "--max-new-tokens", "100", "--ignore-eos", "--random-prompts", "1x20"]
+    target = tmp_path / "run.json"
+    assert exit_status(*arguments, "--json", str(target)) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "mlapo: 300 calls" in captured.out
+    report = json.loads(target.read_text())
+    ops = {op["name"]: op for op in report["ops"]}
+    # One prefill and 99 decode steps of three layers, of one token.
+    assert ops["mlapo"]["calls"] == ops["dsa_indexer"]["calls"] == 100 * 3
+    assert ops["sample"]["calls"] == 100 * 2
+    for op in ops.values():
+        assert op["mean_s"] == pytest.approx(op["total_s"] / op["calls"])
+        assert op["origin"] == "measured"
+    assert [op["total_s"] for op in report["ops"]] == sorted((op["total_s"] for op in ops.values()), reverse=True)
+
+
+def test_nothing_is_timed_unasked(capsys: Capture, model: str) -> None:
+    assert exit_status(*run_of(model), "--random-prompts", "1x20") == 0
+    assert "mlapo" not in capsys.readouterr().out
 
 
 def test_profile(capsys: Capture, model: str, tmp_path: Path) -> None:
@@ -76,6 +104,10 @@ def test_prompt_files_of_ids(capsys: Capture, model: str, tmp_path: Path) -> Non
         (["--random-prompts", "1x5", "--num-mtp-tokens", "99"], "--num-mtp-tokens"),
         (["--random-prompts", "1x5", "--top-p", "0"], "--top-p"),
         (["--prompt-file", "/nowhere.json"], "cannot read --prompt-file"),
+        (["--random-prompts", "1x5", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: there is no directory"),
+        (["--random-prompts", "1x5", "--profile", "/nowhere/x"], "--profile /nowhere/x: there is no directory"),
+        (["--random-prompts", "1x5", "--profile", "/"], "--profile /: is a directory"),
+        (["--random-prompts", "1x5", "--json", "x", "--profile", "./x"], "--json and --profile name the same file"),
     ],
 )
 def test_errors(capsys: Capture, model: str, flags: list[str], says: str) -> None:
@@ -84,6 +116,48 @@ def test_errors(capsys: Capture, model: str, flags: list[str], says: str) -> Non
     assert captured.out == ""
     assert captured.err.startswith("error: ")
     assert says in captured.err
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"[]", "holds no prompt"),
+        (b"", "holds no prompt"),
+        (b" \n\t\n\r\n", "holds no prompt"),
+        (b"\xef\xbb\xbf", "holds no prompt"),
+        (b"[[]]", "prompt 0 is empty"),
+        (b"[[1], []]", "prompt 1 is empty"),
+        (b"[1, 2]", "list of lists of token ids"),
+        (b"[[[1]]]", "list of lists of token ids"),
+        (b"[[1.5]]", "list of lists of token ids"),
+        (b"[[1.0]]", "list of lists of token ids"),
+        (b"[[true]]", "list of lists of token ids"),
+        (b"[[null]]", "list of lists of token ids"),
+        (b'["text"]', "list of lists of token ids"),
+        (b"[[-1]]", "prompt 0 has token -1; the vocabulary of"),
+        (b"[[1], [5, 61]]", "prompt 1 has token 61; the vocabulary of"),
+        (b"[[1]", "is not JSON"),
+        (b"[[1]] x", "is not JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[[" + b"9" * 5000 + b"]]", "is not JSON"),
+        (b"\xff\xfe[\x00", "cannot read --prompt-file"),
+        (b"\xef\xbb\xbfhello", "tokenizer.json"),
+    ],
+)
+def test_odd_prompt_files(capsys: Capture, model: str, tmp_path: Path, content: bytes, says: str) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_bytes(content)
+    assert exit_status(*run_of(model), "--prompt-file", str(prompts)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert says in captured.err
+
+
+def test_a_prompt_file_may_begin_with_a_byte_order_mark(model: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbf[[1, 2]]")
+    assert exit_status(*run_of(model), "--prompt-file", str(tmp_path / "prompts")) == 0
 
 
 def test_a_config_without_weights(capsys: Capture, model: str) -> None:

@@ -49,6 +49,26 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "x.json"
+    target.write_text("old")
+
+    def interrupt(*_: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_file(target, "new")
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_new_file_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("x")
+    write_file(tmp_path / "x.json", "new")
+    assert stat.S_IMODE((tmp_path / "x.json").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
 @pytest.mark.skipif(not Path("/dev/null").exists(), reason="no /dev/null")
 def test_a_device_is_written_to_not_replaced() -> None:
     null = Path("/dev/null")

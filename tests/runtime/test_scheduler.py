@@ -6,9 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from castoff.errors import CastoffError
+from castoff.model.decoder import PassOutput
 from castoff.model.setup import resolve_setup
 from castoff.runtime.checkpoint import LoadedWeights, Piece, RandomTensors
-from castoff.runtime.engine import Engine
+from castoff.runtime.engine import Engine, Rows
 from castoff.runtime.sampling import Sampling
 from castoff.runtime.scheduler import Request, Result, Scheduler, Statistics
 from castoff.spec.backend import load_backend
@@ -19,6 +20,8 @@ from castoff.spec.scenario import Mtp, Quant, Scenario
 torch = pytest.importorskip("torch")
 
 GREEDY = Sampling()
+# Logits closer than this are one and the same to float32, whose sums depend on the shape of a call.
+NEAR_TIE = 1e-4
 
 
 def spec_of(vocabulary: int) -> ModelSpec:
@@ -44,12 +47,29 @@ class Wide(RandomTensors):
         return tensor * 10 if tensor.dim() > 1 else tensor
 
 
-def engine_of(seed: int, drafts: int, *, vocabulary: int = 53, blocks: int = 64) -> Engine:
+def engine_of(
+    seed: int, drafts: int, *, vocabulary: int = 53, blocks: int = 64, dtype: torch.dtype = torch.float64,
+    kind: type[Engine] = Engine,
+) -> Engine:  # fmt: skip
     scenario = Scenario(quant=Quant(quantize_linear_action="DISABLED"), mtp=Mtp(num_mtp_tokens=drafts))
     setup = resolve_setup(spec_of(vocabulary), load_device("h200_sxm"), load_backend("nvidia"), scenario, "decode")
     cpu = torch.device("cpu")
-    weights = LoadedWeights(setup, Wide(seed), dtype=torch.float64, device=cpu)
-    return Engine(setup, weights, num_blocks=blocks, block_tokens=16, dtype=torch.float64, device=cpu)
+    weights = LoadedWeights(setup, Wide(seed), dtype=dtype, device=cpu)
+    return kind(setup, weights, num_blocks=blocks, block_tokens=16, dtype=dtype, device=cpu)
+
+
+class GapEngine(Engine):
+    """Keeps how far the two most likely next tokens are apart, by request and its length; for runs without drafts."""
+
+    gaps: dict[tuple[int | None, int], float]
+
+    def forward(self, ids_BS: torch.Tensor, rows: Rows, *, prefill: bool, last: bool) -> PassOutput:
+        output = super().forward(ids_BS, rows, prefill=prefill, last=last)
+        assert output.logits_TV is not None
+        best = output.logits_TV.topk(2).values
+        keys = zip(rows.requests, rows.lengths, strict=True)
+        self.gaps |= dict(zip(keys, (best[:, 0] - best[:, 1]).tolist(), strict=True))
+        return output
 
 
 def run(
@@ -70,6 +90,17 @@ def requests_of(seed: int, count: int, vocabulary: int = 53) -> list[Request]:
 
 def tokens(results: list[Result]) -> list[list[int]]:
     return [result.tokens for result in results]
+
+
+def first_differences(plain: list[list[int]], other: list[list[int]]) -> dict[int, int]:
+    """By request, the first step at which two runs chose different tokens."""
+    found = {}
+    for index, (ours, theirs) in enumerate(zip(plain, other, strict=True)):
+        assert len(ours) == len(theirs)
+        step = next((step for step, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
+        if step is not None:
+            found[index] = step
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +168,31 @@ class TestSpeculation:
             speculative, statistics = run(engine_of(seed, drafts, vocabulary=3), requests)
             assert tokens(speculative) == tokens(plain)
             assert 1 <= statistics.acceptance_length <= 1 + drafts
+
+    def test_in_float32_drafts_change_tokens_at_near_ties_alone(self) -> None:
+        seeds, ties, parted = range(8), 0, set()
+        for seed in seeds:
+            requests = requests_of(seed, 6, vocabulary=3)
+            engine = engine_of(seed, 0, vocabulary=3, dtype=torch.float32, kind=GapEngine)
+            assert isinstance(engine, GapEngine)
+            engine.gaps = {}
+            plain = tokens(run(engine, requests)[0])
+            ties += sum(gap < NEAR_TIE for gap in engine.gaps.values())
+            for drafts in (1, 2, 3):
+                drafted = tokens(run(engine_of(seed, drafts, vocabulary=3, dtype=torch.float32), requests)[0])
+                for index, step in first_differences(plain, drafted).items():
+                    gap = engine.gaps[index, len(requests[index].prompt) + step]
+                    assert gap < NEAR_TIE, f"seed {seed}, {drafts} drafts, request {index}, step {step}: gap {gap}"
+                    parted.add(seed)
+        assert 2 * len(parted) < len(seeds), f"seeds {parted} of {len(seeds)} part at near ties; {ties} steps are ones"
+
+    def test_acceptance_by_position(self) -> None:
+        _, statistics = run(engine_of(0, 3, vocabulary=3), requests_of(0, 6, vocabulary=3))
+        rates = statistics.acceptance_rates
+        assert len(rates) == 3
+        assert 1 >= rates[0] >= rates[1] >= rates[2] >= 0
+        assert statistics.acceptance_length == pytest.approx(1 + sum(rates))
+        assert run(engine_of(0, 0), [Request((1,), 3)])[1].acceptance_rates == []
 
     def test_some_drafts_are_accepted(self) -> None:
         _, statistics = run(engine_of(0, 3, vocabulary=3), requests_of(0, 6, vocabulary=3))

@@ -1,0 +1,83 @@
+"""What `castoff run` is asked for: its flags, the keys of its --config file, and the argument of `run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import lazy_loader as lazy
+
+from castoff.errors import CastoffError
+from castoff.runtime.sampling import Sampling
+
+torch = lazy.load("torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What to run.
+
+    prompt: text; needs a tokenizer.json beside the model.
+    prompt_file: JSON list of lists of token ids, or lines of text.
+    random_prompts: NxLEN: N prompts of LEN random token ids.
+    random_weights: seed of random weights; unset reads the model's checkpoint.
+    max_new_tokens: tokens that a request gets at most.
+    ignore_eos: go on after a stop token.
+    num_mtp_tokens: draft tokens per step, verified by the model: the tokens stay the same.
+    batch: requests that run at once.
+    dtype: of weights, caches and activations.
+    device: where tensors live.
+    kv_block_tokens: tokens of a cache block, from 16 to 256.
+    chunk_tokens: tokens of a prefill chunk.
+    temperature: 0 takes the most likely token.
+    top_p: share of probability that is drawn from.
+    seed: of random prompts and of drawn tokens.
+    profile: write a Chrome trace with castoff's op names to this file, and report the time of every op.
+    """
+
+    prompt: str | None = None
+    prompt_file: Path | None = None
+    random_prompts: str | None = None
+    random_weights: int | None = None
+    max_new_tokens: int = 32
+    ignore_eos: bool = False
+    num_mtp_tokens: int = 0
+    batch: int = 8
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
+    device: Literal["cpu", "cuda"] = "cpu"
+    kv_block_tokens: int = 128
+    chunk_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    profile: Path | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen; raises CastoffError for a temperature or top-p that cannot be."""
+        return Sampling(temperature=self.temperature, top_p=self.top_p, seed=self.seed)
+
+
+def check_options(options: RunOptions) -> None:
+    """Refuse options that no model could run with, before anything is loaded.
+
+    Raises CastoffError, also where torch is not installed or sees no such device.
+    """
+    try:
+        accelerator: bool = torch.cuda.is_available()
+    except ModuleNotFoundError:
+        raise CastoffError("running needs torch: pip install 'castoff[run]'") from None
+    if options.device == "cuda" and not accelerator:
+        raise CastoffError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    given = [options.prompt is not None, options.prompt_file is not None, options.random_prompts is not None]
+    if sum(given) != 1:
+        raise CastoffError("give one of --prompt TEXT, --prompt-file FILE, --random-prompts NxLEN")
+    if not 16 <= options.kv_block_tokens <= 256:
+        raise CastoffError(f"--kv-block-tokens must be from 16 to 256, got {options.kv_block_tokens}")
+    for name in ("batch", "chunk_tokens", "max_new_tokens"):
+        value = getattr(options, name)
+        if value < 1:
+            raise CastoffError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    # Sampling checks its own fields.
+    _ = options.sampling

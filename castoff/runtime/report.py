@@ -1,0 +1,86 @@
+"""What a run produced: tokens, times, counts, bytes."""
+
+from __future__ import annotations
+
+import statistics as stats
+from dataclasses import dataclass
+from typing import Any
+
+from castoff.runtime.op_times import OpTime
+from castoff.runtime.scheduler import Result, Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of weights and caches, and the most that the device (on CPU: the process) had in use."""
+
+    weights_bytes: int
+    cache_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What came out.
+
+    texts: None without a tokenizer. total_s: of all requests, loading aside. ops: the longest in total first; empty
+    where no op times were asked for. trace: the text of a Chrome trace, None where none was asked for.
+    """
+
+    results: list[Result]
+    texts: list[str] | None
+    statistics: Statistics
+    total_s: float
+    memory: Memory
+    ops: tuple[OpTime, ...] = ()
+    trace: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Mean time from the start of the run to a request's first token, waiting included."""
+        return stats.fmean(result.first_token_s for result in self.results)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first; None where no request got more than one."""
+        spans = [
+            (result.last_token_s - result.first_token_s) / (len(result.tokens) - 1)
+            for result in self.results
+            if len(result.tokens) > 1
+        ]
+        return stats.fmean(spans) if spans else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens of all requests over the time of the run."""
+        return sum(len(result.tokens) for result in self.results) / self.total_s
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `castoff run --json` writes. Its keys are a contract."""
+        return {
+            "tokens": [result.tokens for result in self.results],
+            "texts": self.texts,
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "tokens_per_s": self.tokens_per_s,
+            "acceptance_length": self.statistics.acceptance_length,
+            "acceptance_rates": self.statistics.acceptance_rates,
+            "decode_steps": self.statistics.decode_steps,
+            "sparse_steps": self.statistics.sparse_steps,
+            "ops": [_op(op) for op in self.ops],
+            "memory": {
+                "weights_bytes": self.memory.weights_bytes,
+                "cache_bytes": self.memory.cache_bytes,
+                "peak_bytes": self.memory.peak_bytes,
+            },
+        }
+
+
+def _op(op: OpTime) -> dict[str, Any]:
+    return {
+        "name": op.name,
+        "calls": op.calls,
+        "total_s": op.total_s,
+        "mean_s": op.mean_s,
+        "origin": "measured",
+    }
