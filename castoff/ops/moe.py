@@ -207,9 +207,22 @@ def _grouped_swiglu_work(call: OpCall) -> Work:
 
 
 def _grouped_reference(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, *, touched: Dim | None) -> tuple[Tensor]:
+    if rows_RI.is_cuda and torch.cuda.is_current_stream_capturing():
+        return (_grouped_on_device(rows_RI, weight_EOI, counts_E),)
     pieces = rows_RI.split(counts_E.tolist())
     products = [piece @ weight_EOI[expert].T for expert, piece in enumerate(pieces) if piece.shape[0]]
     return (torch.cat(products) if products else rows_RI.new_empty(0, weight_EOI.shape[1]),)
+
+
+def _grouped_on_device(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """The same without counts on the host, for graphs."""
+    ends_E = counts_E.cumsum(0)
+    if rows_RI.dtype == torch.bfloat16:
+        return torch.nn.functional.grouped_mm(rows_RI, weight_EOI.mT, offs=ends_E.to(torch.int32))
+    # A copy of the weight for each row: for the few rows of a decode step, and for checks in higher precision.
+    rows = torch.arange(rows_RI.shape[0], device=rows_RI.device)
+    expert_R = torch.searchsorted(ends_E, rows, right=True).clamp(max=weight_EOI.shape[0] - 1)
+    return torch.bmm(rows_RI[:, None], weight_EOI[expert_R].mT)[:, 0]
 
 
 def _grouped_swiglu_reference(
