@@ -19,6 +19,7 @@ from castoff.ops.collectives import (
     reduce_scatter,
     split_tokens,
 )
+from castoff.ops.dispatch import exchange_counts
 from castoff.ops.linear import Weight, linear, quantize
 from castoff.ops.moe import (
     expected_experts_touched,
@@ -73,7 +74,7 @@ def _tensor_parallel_moe(setup: Setup, weights: Weights, inputs: StepInputs, nor
 
 def _expert_parallel_moe(setup: Setup, weights: Weights, inputs: StepInputs, normed_TD: Tensor) -> Tensor:
     mesh, tokens = setup.mesh, inputs.tokens
-    x_TD = normed_TD if setup.sequence_parallel else split_tokens(normed_TD, mesh.tp.size)
+    x_TD = normed_TD if setup.sequence_parallel else split_tokens(normed_TD, mesh.tp)
     shared_over_tp = mesh.parallel.enable_shared_expert_tp
     shared_input_TD = normed_TD if shared_over_tp and not setup.sequence_parallel else x_TD
     if shared_over_tp and setup.sequence_parallel:
@@ -111,10 +112,13 @@ def _dispatch_compute_combine(
         gate_up, down = weights["mlp.experts.gate_up_proj"], weights["mlp.experts.down_proj"]
         touched = _touched(setup, group_tokens)
         return dispatch_ffn_combine(rows_RD, gate_up, down, touched, local_rows, mesh.ep), shared_TD
-    sent_RD = all_to_all(rows_RD, mesh.ep, shape=(local_rows, hidden))
+    own = exchange_counts(counts_E, mesh.ep, mesh.moe_tp)
+    sent_RD = all_to_all(rows_RD, mesh.ep, shape=(local_rows, hidden), rows=own.dispatched)
     shared_TD = _shared_expert(setup, weights, shared_input_TD)
-    out_RD = _experts(setup, weights, all_gather(sent_RD, mesh.moe_tp), counts_E, tokens=group_tokens)
-    return all_to_all(reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape), shared_TD
+    local_RD = own.in_expert_order(all_gather(sent_RD, mesh.moe_tp))
+    out_RD = own.as_they_came(_experts(setup, weights, local_RD, own.counts_E, tokens=group_tokens))
+    back_RD = all_to_all(reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape, rows=own.combined)
+    return back_RD, shared_TD
 
 
 def _group_tokens(setup: Setup, inputs: StepInputs) -> Dim:
