@@ -29,6 +29,7 @@ from castoff.flags import (
     OutputFlags,
     OutputGroup,
     RunGroup,
+    RunParallelGroup,
     StepFlags,
     StepGroup,
     Structure,
@@ -106,19 +107,27 @@ def run(
     /,
     *,
     options: RunGroup | None = None,
+    parallel: RunParallelGroup | None = None,
     num_hidden_layers_override: Annotated[
         int | None, Parameter(help="Keep only the first layers of the model.")
     ] = None,
     json: JsonTarget = None,
 ) -> None:
-    """Generate tokens with a model for real: the forward pass that `cast` prices, on torch tensors."""
+    """Generate tokens with a model for real: the forward pass that `cast` prices, on torch tensors.
+
+    With several processes, torchrun --nproc-per-node N -m castoff run MODEL.
+    """
     options = options or RunOptions()
     check_outputs({"--json": None if json in (None, "-") else Path(str(json)), "--profile": options.profile})
     try:
-        report = generate.run(model, options, num_hidden_layers=num_hidden_layers_override, progress=show_progress)
+        report = generate.run(
+            model, options, parallel, num_hidden_layers=num_hidden_layers_override, progress=show_progress
+        )
     finally:
         # What follows, a result or an error, starts on a clean line.
         show_progress("")
+    if report.rank:
+        return
     if json:
         write_json(json, report.as_json())
     if json != "-":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import lazy_loader as lazy
 
@@ -22,10 +23,26 @@ torch = lazy.load("torch")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The requests of a call: which request each row is (None for padding) and its length after the call."""
+    """The requests of a call: which request each row is (None for padding) and its length after the call.
+
+    padding: how many of the first tokens of every row are none of the request's; they are not cached.
+    """
 
     requests: Sequence[int | None]
     lengths: Sequence[int]
+    padding: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One forward call: of the main model, or with hidden_TD of the MTP block. See `Engine.forward`, `Engine.draft`."""
+
+    ids_BS: Tensor
+    rows: Rows
+    prefill: bool
+    last: bool
+    hidden_TD: Tensor | None = None
+    topk_TK: Tensor | None = None
 
 
 class Engine:
@@ -39,7 +56,7 @@ class Engine:
         self.pool = BlockPool(num_blocks, block_tokens)
         self.caches = PagedCaches(setup, num_blocks, block_tokens, dtype=dtype, device=device)
         self.device = device
-        self._dtype = dtype
+        self.dtype = dtype
         self._decoders = {
             mode: Decoder(replace(setup, mode=mode), weights, self.caches, Direct()) for mode in ("prefill", "decode")
         }
@@ -55,16 +72,30 @@ class Engine:
 
     def forward(self, ids_BS: Tensor, rows: Rows, *, prefill: bool, last: bool) -> PassOutput:
         """Main pass over the last S tokens of every row; blocks for their lengths must be there."""
-        inputs = self._inputs(ids_BS, rows)
-        return self._decoders["prefill" if prefill else "decode"].main_pass(inputs, last=last)
+        return self._run(Call(ids_BS, rows, prefill, last))
 
     def draft(
         self, ids_BS: Tensor, hidden_TD: Tensor, topk_TK: Tensor | None, rows: Rows, *, prefill: bool
     ) -> PassOutput:
         """One MTP call over S tokens of every row. hidden_TD: of the tokens before them; topk_TK: ids to reuse."""
-        inputs = self._inputs(ids_BS, rows)
-        decoder = self._decoders["prefill" if prefill else "decode"]
-        return decoder.draft_call(inputs, hidden_TD, topk_TK, draft=0, last=False)
+        return self._run(Call(ids_BS, rows, prefill, False, hidden_TD, topk_TK))
+
+    def finish(self) -> None:
+        """This rank has no more calls to make; others may."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every attention-DP rank, in their order."""
+        return [value]
+
+    def _run(self, call: Call) -> PassOutput:
+        return self._compute(call)
+
+    def _compute(self, call: Call) -> PassOutput:
+        inputs = self._inputs(call.ids_BS, call.rows)
+        decoder = self._decoders["prefill" if call.prefill else "decode"]
+        if call.hidden_TD is None:
+            return decoder.main_pass(inputs, last=call.last)
+        return decoder.draft_call(inputs, call.hidden_TD, call.topk_TK, draft=0, last=call.last)
 
     def _inputs(self, ids_BS: Tensor, rows: Rows) -> StepInputs:
         queries = ids_BS.shape[1]
@@ -72,8 +103,9 @@ class Engine:
         positions_BS = lengths_B[:, None] - queries + torch.arange(queries, device=self.device)
         tables = self._block_tables(rows)
         slots_BS = self._slots(tables, positions_BS)
+        slots_BS[:, : rows.padding] = -1
         cos_TP, sin_TP = rope_tables(
-            positions_BS.reshape(-1), self.setup.model.rope, self.setup.model.qk_rope_head_dim, self._dtype
+            positions_BS.reshape(-1), self.setup.model.rope, self.setup.model.qk_rope_head_dim, self.dtype
         )
         return StepInputs(
             ids_T=ids_BS.reshape(-1),

@@ -9,24 +9,27 @@ import resource
 import statistics as stats
 import sys
 import time
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import lazy_loader as lazy
 
-from castoff.errors import CastoffError
+from castoff.errors import CastoffError, CastoffWarning
 from castoff.model.setup import Setup, resolve_setup
 from castoff.ops.table import OPS
 from castoff.runtime.checkpoint import Checkpoint, LoadedWeights, RandomTensors
+from castoff.runtime.distributed import RunParallel, World, for_rank, joined
 from castoff.runtime.engine import Engine
+from castoff.runtime.lockstep import LockstepEngine
 from castoff.runtime.sampling import Sampling
 from castoff.runtime.scheduler import Request, Result, Scheduler, Statistics
 from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
 from castoff.spec.model import ModelSpec, load_model
-from castoff.spec.scenario import Mtp, Quant, Scenario
+from castoff.spec.scenario import Mtp, Parallel, Quant, Scenario
 
 torch = lazy.load("torch")
 
@@ -45,7 +48,7 @@ class RunOptions:
     max_new_tokens: tokens that a request gets at most.
     ignore_eos: go on after a stop token.
     num_mtp_tokens: draft tokens per step, verified by the model: the tokens stay the same.
-    batch: requests that run at once.
+    batch: requests that run at once, over all attention-DP ranks.
     dtype: of weights, caches and activations.
     device: where tensors live.
     kv_block_tokens: tokens of a cache block, from 16 to 256.
@@ -90,7 +93,10 @@ class OpTime:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What came out. Seconds; bytes. ops: the longest in total first; empty without a profile."""
+    """What came out. Seconds; bytes of this rank. ops: the longest in total first; empty without a profile.
+
+    rank: of the process that this is the report of; the tokens are the same on all.
+    """
 
     results: list[Result]
     texts: list[str] | None
@@ -100,6 +106,7 @@ class RunReport:
     cache_bytes: int
     peak_bytes: int
     ops: tuple[OpTime, ...] = ()
+    rank: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -144,30 +151,49 @@ class RunReport:
 
 
 def run(
-    model: str, options: RunOptions, *, num_hidden_layers: int | None = None,
+    model: str, options: RunOptions, parallel: RunParallel | None = None, *, num_hidden_layers: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> RunReport:  # fmt: skip
-    """Load a model and generate.
+    """Load a model and generate; under torchrun, together with the other processes.
 
     Raises CastoffError for options that do not fit together, prompts that cannot be read, a checkpoint that is not
     whole, and where torch is not installed.
     """
     _check(options)
+    with joined(options.device) as world:
+        sizes = (parallel or RunParallel()).over(world.size)
+        if world.rank == 0:
+            return _run(model, options, sizes, world, num_hidden_layers, progress)
+        # One process speaks for all.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CastoffWarning)
+            return _run(model, replace(options, profile=None), sizes, world, num_hidden_layers, lambda _: None)
+
+
+def _run(
+    model: str, options: RunOptions, parallel: Parallel, world: World, num_hidden_layers: int | None,
+    progress: Callable[[str], None],
+) -> RunReport:  # fmt: skip
     spec = load_model(model, num_hidden_layers=num_hidden_layers)
     setup = resolve_setup(
         spec,
         load_device(_CHECKED_AGAINST),
         load_backend("nvidia"),
-        Scenario(quant=Quant(quantize_linear_action="DISABLED"), mtp=Mtp(num_mtp_tokens=options.num_mtp_tokens)),
+        Scenario(
+            parallel=parallel,
+            quant=Quant(quantize_linear_action="DISABLED"),
+            mtp=Mtp(num_mtp_tokens=options.num_mtp_tokens),
+        ),
         "decode",
     )
+    setup = for_rank(setup, world)
     tokenizer = _tokenizer(model)
     prompts = read_prompts(options, spec, tokenizer)
     requests = [Request(prompt, options.max_new_tokens) for prompt in prompts]
     engine, weights = _engine(model, setup, options, requests, progress)
     scheduler = Scheduler(
         engine,
-        slots=options.batch,
+        slots=_slots(setup, options),
         chunk_tokens=options.chunk_tokens,
         sampling=Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed),
         stop_ids=frozenset() if options.ignore_eos else frozenset(spec.eos_token_ids),
@@ -191,7 +217,13 @@ def run(
         cache_bytes=engine.caches.bytes,
         peak_bytes=_peak_bytes(options.device),
         ops=ops,
+        rank=world.rank,
     )
+
+
+def _slots(setup: Setup, options: RunOptions) -> int:
+    """Requests that run at once on one attention-DP rank."""
+    return -(-options.batch // setup.mesh.dp.size)
 
 
 def _profiled(
@@ -249,8 +281,11 @@ def _engine(
     weights = LoadedWeights(setup, source, dtype=dtype, device=device, progress=progress)
     # Room for the largest requests that may run at once.
     most = sorted(len(item.prompt) + item.max_new_tokens + 2 * options.num_mtp_tokens + 1 for item in requests)
-    blocks = sum(-(-tokens // options.kv_block_tokens) for tokens in most[-options.batch :])
-    engine = Engine(setup, weights, num_blocks=blocks, block_tokens=options.kv_block_tokens, dtype=dtype, device=device)
+    blocks = sum(-(-tokens // options.kv_block_tokens) for tokens in most[-_slots(setup, options) :])
+    engine_class = Engine if setup.mesh.dp.size == 1 else LockstepEngine
+    engine = engine_class(
+        setup, weights, num_blocks=blocks, block_tokens=options.kv_block_tokens, dtype=dtype, device=device
+    )
     return engine, weights
 
 

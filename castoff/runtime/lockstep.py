@@ -1,0 +1,127 @@
+"""Attention-DP ranks with requests of their own, which must call the model together: its collectives span them all.
+
+Before every call the ranks agree on one. Those that meant another, or none, take part with padding, and try again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lazy_loader as lazy
+
+from castoff.model.decoder import PassOutput
+from castoff.ops.collectives import gathered
+from castoff.ops.program import Tensor
+from castoff.runtime.engine import Call, Engine, Rows
+
+torch = lazy.load("torch")
+
+# Drafts first, so that every rank ends its step; prompts before decoding, so that more requests decode together.
+_DRAFT, _DRAFT_PREFILL, _PREFILL, _DECODE, _IDLE = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A call that a rank wants: its kind, rows, tokens per row, and whether only last tokens reach the head."""
+
+    kind: int
+    rows: int
+    queries: int
+    last: int
+
+    @classmethod
+    def of(cls, call: Call) -> Proposal:
+        """What a call is like."""
+        draft, (rows, queries) = call.hidden_TD is not None, call.ids_BS.shape
+        kind = (_DRAFT_PREFILL if draft else _PREFILL) if call.prefill else (_DRAFT if draft else _DECODE)
+        return cls(kind, rows, queries, int(call.last))
+
+
+class LockstepEngine(Engine):
+    """An engine whose calls wait for those of the other attention-DP ranks."""
+
+    def finish(self) -> None:
+        """Take part in the calls of the others until nobody wants another."""
+        while (agreed := self._agree(Proposal(_IDLE, 0, 0, 0))).kind != _IDLE:
+            self._compute(self._padding(agreed))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every attention-DP rank, in their order."""
+        found: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, value)
+        return found[:: self.setup.mesh.tp.size]
+
+    def _run(self, call: Call) -> PassOutput:
+        wanted = Proposal.of(call)
+        while (agreed := self._agree(wanted)).kind != wanted.kind:
+            self._compute(self._padding(agreed))
+        return _without_padding(self._compute(_padded(call, agreed)), wanted, agreed)
+
+    def _agree(self, own: Proposal) -> Proposal:
+        """The most urgent kind of call that a rank wants, large enough for all that want it."""
+        numbers = torch.tensor([own.kind, own.rows, own.queries, own.last])
+        wanted = [Proposal(*row) for row in gathered(numbers, self.setup.mesh.dp).tolist()]
+        kind = min(proposal.kind for proposal in wanted)
+        chosen = [proposal for proposal in wanted if proposal.kind == kind]
+        return Proposal(
+            kind,
+            max(proposal.rows for proposal in chosen),
+            max(proposal.queries for proposal in chosen),
+            chosen[0].last,
+        )
+
+    def _padding(self, agreed: Proposal) -> Call:
+        """A call of that kind with nothing in it."""
+        hidden_TD = None
+        if agreed.kind in (_DRAFT, _DRAFT_PREFILL):
+            hidden_TD = torch.zeros(
+                agreed.rows * agreed.queries, self.setup.model.hidden_size, dtype=self.dtype, device=self.device
+            )
+        return Call(
+            torch.zeros(agreed.rows, agreed.queries, dtype=torch.long, device=self.device),
+            Rows([None] * agreed.rows, [0] * agreed.rows),
+            prefill=agreed.kind in (_PREFILL, _DRAFT_PREFILL),
+            last=bool(agreed.last),
+            hidden_TD=hidden_TD,
+        )
+
+
+def _padded(call: Call, agreed: Proposal) -> Call:
+    """The call with padding before the tokens of every row, and rows of padding after them."""
+    rows, queries = call.ids_BS.shape
+    more_rows, more_queries = agreed.rows - rows, agreed.queries - queries
+    if not more_rows and not more_queries:
+        return call
+
+    def pad(x: Tensor | None, value: int = 0) -> Tensor | None:
+        if x is None:
+            return None
+        x_BSX = x.view(rows, queries, -1)
+        padding = (0, 0, more_queries, 0, 0, more_rows)
+        return torch.nn.functional.pad(x_BSX, padding, value=value).flatten(0, 1)
+
+    return replace(
+        call,
+        ids_BS=torch.nn.functional.pad(call.ids_BS, (more_queries, 0, 0, more_rows)),
+        rows=Rows(
+            [*call.rows.requests, *[None] * more_rows], [*call.rows.lengths, *[0] * more_rows], padding=more_queries
+        ),
+        hidden_TD=pad(call.hidden_TD),
+        topk_TK=pad(call.topk_TK, -1),
+    )
+
+
+def _without_padding(output: PassOutput, wanted: Proposal, agreed: Proposal) -> PassOutput:
+    def cut(x: Tensor | None, *, last: bool = False) -> Tensor | None:
+        if x is None:
+            return None
+        if last:
+            return x[: wanted.rows]
+        x_BSX = x.view(agreed.rows, agreed.queries, *x.shape[1:])
+        return x_BSX[: wanted.rows, agreed.queries - wanted.queries :].flatten(0, 1)
+
+    last = bool(wanted.last)
+    return PassOutput(
+        cut(output.hidden_TD), cut(output.logits_TV, last=last), cut(output.ids_T, last=last), cut(output.topk_TK)
+    )
