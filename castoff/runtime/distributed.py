@@ -62,15 +62,22 @@ class World:
 def joined(device: str) -> Iterator[World]:
     """Meet the other processes of torchrun; alone without torchrun.
 
-    device: "cpu" talks through gloo; "cuda" through NCCL, and takes the device of the process's local rank.
+    device: "cpu" talks through gloo; "cuda" through NCCL, and takes the device of the process's local rank. Raises
+    CastoffError where there is no such device, or where torchrun's variables are not all there.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield World()
         return
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= found:
+            raise CastoffError(f"--device cuda: {local + 1} processes or more on a machine with {found} CUDA device(s)")
+        torch.cuda.set_device(local)
+    try:
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    except ValueError as error:
+        raise CastoffError(f"WORLD_SIZE is {size}, and this process was not started by torchrun: {error}") from None
     yield World(torch.distributed.get_rank(), size)
     # Not where a rank fails: the others would complain of the broken connection before it has said why.
     torch.distributed.destroy_process_group()

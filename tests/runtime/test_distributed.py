@@ -22,7 +22,7 @@ from castoff.model.setup import resolve_setup
 from castoff.model.sharding import peers, piece_index
 from castoff.model.weights import RankWeights
 from castoff.ops.program import Recorder
-from castoff.runtime.distributed import RunParallel, World, for_rank
+from castoff.runtime.distributed import RunParallel, World, for_rank, joined
 from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
 from castoff.spec.mesh import Group, Process
@@ -61,6 +61,7 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
     "tp 2, dp 2, experts twice, row": {
         "tp_size": 2, "moe_dp_size": 2, "word_embedding_tp": "row", "word_embedding_tp_size": 4, "lmhead_tp_size": 4,
     },
+    "dp 4, ep 4, one rank without requests": {"ep_size": 4},
     "tp 4, experts whole": {"tp_size": 4, "moe_dp_size": 4, "mlp_tp_size": 1},
 }  # fmt: skip
 
@@ -240,6 +241,17 @@ def test_fusions_that_cannot_be_run(tiny_checkpoint: Callable[..., Tiny], option
     setup = setup_of(tiny_checkpoint("glm5").spec, parallel, compilation, backend)
     with pytest.raises(CastoffError, match=f"{flag} can be cast"):
         for_rank(setup, World(0, 2))
+
+
+def test_a_process_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with joined("cpu") as world:
+        assert world == World(0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CastoffError, match="WORLD_SIZE is 2.*torchrun"), joined("cpu"):
+        pass
 
 
 def test_sizes_that_the_processes_do_not_fit() -> None:
