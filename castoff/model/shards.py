@@ -28,27 +28,26 @@ def rank_cuts(parameter: Parameter, mesh: Mesh) -> tuple[Cut, ...]:
     split = parameter.split
     if parameter.name == "model.embed_tokens":
         split = ((0 if mesh.parallel.word_embedding_tp == "row" else 1, "embed_tp"),)
-    placed = ((axis, *_regrouped(group, mesh)) for axis, group in split)
+    groups = _groups(mesh)
+    placed = ((axis, *groups[group]) for axis, group in split)
     return tuple(Cut(axis, piece_index(own, other), own.size) for axis, own, other in placed if own.size > 1)
 
 
-def _regrouped(group: str, mesh: Mesh) -> tuple[Group, Group]:
-    """The group that a split is over, and the one between which and it tokens are regrouped."""
-    match group:
-        case "shared" if mesh.ep.size == 1:
-            return mesh.moe_tp, mesh.moe_tp
-        case "shared":
-            own = mesh.tp if mesh.parallel.enable_shared_expert_tp else Group("shared", 1)
-            return own, own
-        case "ep" | "moe_tp":
-            own = mesh.ep if group == "ep" else mesh.moe_tp
-            return own, own
-        case "tp":
-            return mesh.tp, mesh.o_proj_tp
-    own = {"o_proj_tp": mesh.o_proj_tp, "mlp_tp": mesh.mlp_tp, "lmhead_tp": mesh.lmhead_tp, "embed_tp": mesh.embed_tp}[
-        group
-    ]
-    return own, mesh.tp
+def _groups(mesh: Mesh) -> dict[str, tuple[Group, Group]]:
+    """The group that a split of a name is over, and the one between which and it tokens are regrouped."""
+    shared = mesh.tp if mesh.parallel.enable_shared_expert_tp else Group("shared", 1)
+    if mesh.ep.size == 1:
+        shared = mesh.moe_tp
+    return {
+        "tp": (mesh.tp, mesh.o_proj_tp),
+        "o_proj_tp": (mesh.o_proj_tp, mesh.tp),
+        "mlp_tp": (mesh.mlp_tp, mesh.tp),
+        "lmhead_tp": (mesh.lmhead_tp, mesh.tp),
+        "embed_tp": (mesh.embed_tp, mesh.tp),
+        "ep": (mesh.ep, mesh.ep),
+        "moe_tp": (mesh.moe_tp, mesh.moe_tp),
+        "shared": (shared, shared),
+    }
 
 
 def held_shape(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ Before every call the ranks agree on one. Those that meant another, or none, tak
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import lazy_loader as lazy
@@ -17,25 +18,36 @@ from castoff.runtime.engine import Call, Engine, Rows
 
 torch = lazy.load("torch")
 
-# Drafts first, so that every rank ends its step; prompts before decoding, so that more requests decode together.
-_DRAFT, _DRAFT_PREFILL, _PREFILL, _DECODE, _IDLE = range(5)
+
+class Kind(IntEnum):
+    """Calls by urgency: drafts first, so that every rank ends its step; prompts before decoding, so that more requests
+    decode together."""
+
+    DRAFT = 0
+    DRAFT_PREFILL = 1
+    PREFILL = 2
+    DECODE = 3
+    IDLE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """A call that a rank wants: its kind, rows, tokens per row, and whether only last tokens reach the head."""
 
-    kind: int
-    rows: int
-    queries: int
-    last: int
+    kind: Kind
+    rows: int = 0
+    queries: int = 0
+    last: bool = False
 
     @classmethod
     def of(cls, call: Call) -> Proposal:
         """What a call is like."""
-        draft, (rows, queries) = call.hidden_TD is not None, call.ids_BS.shape
-        kind = (_DRAFT_PREFILL if draft else _PREFILL) if call.prefill else (_DRAFT if draft else _DECODE)
-        return cls(kind, rows, queries, int(call.last))
+        rows, queries = call.ids_BS.shape
+        if call.hidden_TD is None:
+            kind = Kind.PREFILL if call.prefill else Kind.DECODE
+        else:
+            kind = Kind.DRAFT_PREFILL if call.prefill else Kind.DRAFT
+        return cls(kind, rows, queries, call.last)
 
 
 class LockstepEngine(Engine):
@@ -43,7 +55,7 @@ class LockstepEngine(Engine):
 
     def finish(self) -> None:
         """Take part in the calls of the others until nobody wants another."""
-        while (agreed := self._agree(Proposal(_IDLE, 0, 0, 0))).kind != _IDLE:
+        while (agreed := self._agree(Proposal(Kind.IDLE))).kind != Kind.IDLE:
             self._compute(self._padding(agreed))
 
     def gather(self, value: Any) -> list[Any]:
@@ -61,28 +73,26 @@ class LockstepEngine(Engine):
     def _agree(self, own: Proposal) -> Proposal:
         """The most urgent kind of call that a rank wants, large enough for all that want it."""
         numbers = torch.tensor([own.kind, own.rows, own.queries, own.last])
-        wanted = [Proposal(*row) for row in gathered(numbers, self.setup.mesh.dp).tolist()]
-        kind = min(proposal.kind for proposal in wanted)
-        chosen = [proposal for proposal in wanted if proposal.kind == kind]
-        return Proposal(
-            kind,
-            max(proposal.rows for proposal in chosen),
-            max(proposal.queries for proposal in chosen),
-            chosen[0].last,
+        wanted = gathered(numbers, self.setup.mesh.dp).tolist()
+        kind = min(row[0] for row in wanted)
+        # Calls of one kind are all for last tokens, or none is.
+        _, rows, queries, last = (
+            max(column) for column in zip(*(row for row in wanted if row[0] == kind), strict=True)
         )
+        return Proposal(Kind(kind), rows, queries, bool(last))
 
     def _padding(self, agreed: Proposal) -> Call:
         """A call of that kind with nothing in it."""
         hidden_TD = None
-        if agreed.kind in (_DRAFT, _DRAFT_PREFILL):
+        if agreed.kind in (Kind.DRAFT, Kind.DRAFT_PREFILL):
             hidden_TD = torch.zeros(
                 agreed.rows * agreed.queries, self.setup.model.hidden_size, dtype=self.dtype, device=self.device
             )
         return Call(
             torch.zeros(agreed.rows, agreed.queries, dtype=torch.long, device=self.device),
             Rows([None] * agreed.rows, [0] * agreed.rows),
-            prefill=agreed.kind in (_PREFILL, _DRAFT_PREFILL),
-            last=bool(agreed.last),
+            prefill=agreed.kind in (Kind.PREFILL, Kind.DRAFT_PREFILL),
+            last=agreed.last,
             hidden_TD=hidden_TD,
         )
 
@@ -121,7 +131,9 @@ def _without_padding(output: PassOutput, wanted: Proposal, agreed: Proposal) -> 
         x_BSX = x.view(agreed.rows, agreed.queries, *x.shape[1:])
         return x_BSX[: wanted.rows, agreed.queries - wanted.queries :].flatten(0, 1)
 
-    last = bool(wanted.last)
     return PassOutput(
-        cut(output.hidden_TD), cut(output.logits_TV, last=last), cut(output.ids_T, last=last), cut(output.topk_TK)
+        cut(output.hidden_TD),
+        cut(output.logits_TV, last=wanted.last),
+        cut(output.ids_T, last=wanted.last),
+        cut(output.topk_TK),
     )

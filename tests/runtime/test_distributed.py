@@ -250,7 +250,7 @@ def test_a_process_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with joined("cpu") as world:
         assert world == World(0, 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CastoffError, match="WORLD_SIZE is 2.*torchrun"), joined("cpu"):
+    with pytest.raises(CastoffError, match=r"WORLD_SIZE is 2.*torchrun"), joined("cpu"):
         pass
 
 
