@@ -30,6 +30,7 @@ from castoff.flags import (
     OutputFlags,
     OutputGroup,
     RunGroup,
+    RunParallelGroup,
     StepFlags,
     StepGroup,
     Structure,
@@ -110,18 +111,23 @@ def run(
         Path | None, Parameter(metavar="FILE", help="YAML file of these flags, with underscores; those given here win.")
     ] = None,
     options: RunGroup | None = None,
+    parallel: RunParallelGroup | None = None,
     num_hidden_layers_override: Annotated[
         int | None, Parameter(help="Keep only the first layers of the model.")
     ] = None,
     json: JsonTarget = None,
 ) -> None:
-    """Generate tokens with a model for real: the forward pass that `cast` prices, on torch tensors."""
+    """Generate tokens with a model for real: the forward pass that `cast` prices, on torch tensors.
+
+    With several processes, torchrun --nproc-per-node N -m castoff run MODEL.
+    """
     options = options or RunOptions()
     check_outputs({"--json": None if json in (None, "-") else Path(str(json)), "--profile": options.profile})
     try:
         report = generate.run(
             model,
             options,
+            parallel,
             num_hidden_layers=num_hidden_layers_override,
             op_times=json is not None,
             progress=show_progress,
@@ -129,6 +135,8 @@ def run(
     finally:
         # What follows, a result or an error, starts on a clean line.
         show_progress("")
+    if report.rank:
+        return
     if options.profile and report.trace is not None:
         write_file(options.profile, report.trace)
     if json:

@@ -20,6 +20,7 @@ from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, Unused
 from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel, InlineText
 
 from castoff.errors import CastoffError
+from castoff.runtime.distributed import RunParallel
 from castoff.runtime.options import RunOptions
 from castoff.spec.device import shipped_devices
 from castoff.spec.model import shipped_models
@@ -256,6 +257,7 @@ WorkloadGroup = Annotated[WorkloadFlags, _group("Workload", 1)]
 StructureGroup = Annotated[Structure, _group("Deployment", 2)]
 StepGroup = Annotated[StepFlags, _group("Pricing", 6)]
 RunGroup = Annotated[RunOptions, _group("Run", 1)]
+RunParallelGroup = Annotated[RunParallel, _group("Parallelism", 2)]
 OutputGroup = Annotated[OutputFlags, _group("Output", 7)]
 DOCUMENTED = (RunOptions, Scenario, Workload, Parallel, Quant, Mtp, Compilation, Structure, StepFlags, OutputFlags)
 

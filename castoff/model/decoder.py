@@ -225,7 +225,7 @@ class Decoder:
         return self._split(embedded_TD) if split else embedded_TD
 
     def _split(self, x_TD: Tensor) -> Tensor:
-        return split_tokens(x_TD, self._setup.mesh.tp.size) if self._setup.sequence_parallel else x_TD
+        return split_tokens(x_TD, self._setup.mesh.tp) if self._setup.sequence_parallel else x_TD
 
     def _next_stage(self, layer: int, x_TD: Tensor | None, residual_TD: Tensor | None) -> Body:
         """Hand the residual stream to the rank that holds the next layers."""

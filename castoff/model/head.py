@@ -6,7 +6,7 @@ Axes: T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 from castoff.model.setup import Setup
-from castoff.model.sharding import gather_tokens, join_tokens, peers, reduce_tokens
+from castoff.model.sharding import gather_tokens, join_tokens, peers, piece_index, reduce_tokens
 from castoff.ops.collectives import all_gather, all_to_all
 from castoff.ops.linear import Weight, linear
 from castoff.ops.program import Tensor
@@ -19,11 +19,12 @@ def embed(setup: Setup, table: Weight, ids_T: Tensor) -> Tensor:
     tokens, hidden = ids_T.shape[0], setup.model.hidden_size
     if own.size == 1:
         return embedding(ids_T, table)
-    rows = embedding(gather_tokens(ids_T, own, tp), table)
+    ids = gather_tokens(ids_T, own, tp)
     if setup.mesh.parallel.word_embedding_tp == "row":
-        return reduce_tokens(rows, own, tp, tokens, split=False)
+        partial = embedding(ids, table, first=piece_index(own, tp) * table.values.shape[0])
+        return reduce_tokens(partial, own, tp, tokens, split=False)
     # Every rank has a slice of D for the tokens of the whole group; each TP rank takes its tokens, then joins slices.
-    mine = all_to_all(rows, peers(own, tp), shape=(tokens, hidden // tp.size))
+    mine = all_to_all(embedding(ids, table), peers(own, tp), shape=(tokens, hidden // tp.size))
     return all_gather(mine, tp, axis=1)
 
 

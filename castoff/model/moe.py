@@ -16,10 +16,11 @@ from castoff.ops.collectives import (
     all_reduce,
     all_to_all,
     dispatch_ffn_combine,
-    on_values,
+    on_parts,
     reduce_scatter,
     split_tokens,
 )
+from castoff.ops.dispatch import exchange_counts
 from castoff.ops.linear import Activations, Weight, linear, quantize
 from castoff.ops.moe import (
     expected_experts_touched,
@@ -74,7 +75,7 @@ def _tensor_parallel_moe(setup: Setup, weights: Weights, inputs: StepInputs, nor
 
 def _expert_parallel_moe(setup: Setup, weights: Weights, inputs: StepInputs, normed_TD: Tensor) -> Tensor:
     mesh, tokens = setup.mesh, inputs.tokens
-    x_TD = normed_TD if setup.sequence_parallel else split_tokens(normed_TD, mesh.tp.size)
+    x_TD = normed_TD if setup.sequence_parallel else split_tokens(normed_TD, mesh.tp)
     shared_over_tp = mesh.parallel.enable_shared_expert_tp
     shared_input_TD = normed_TD if shared_over_tp and not setup.sequence_parallel else x_TD
     if shared_over_tp and setup.sequence_parallel:
@@ -112,11 +113,15 @@ def _dispatch_compute_combine(
         gate_up, down = weights["mlp.experts.gate_up_proj"], weights["mlp.experts.down_proj"]
         touched = _touched(setup, group_tokens)
         return dispatch_ffn_combine(rows_RD, gate_up, down, touched, local_rows, mesh.ep), shared_TD
-    sent_RD = on_values(lambda rows: all_to_all(rows, mesh.ep, shape=(local_rows, hidden)), rows_RD)
+    own = exchange_counts(counts_E, mesh.ep, mesh.moe_tp)
+    sent_RD = on_parts(
+        lambda rows: all_to_all(rows, mesh.ep, shape=(local_rows, rows.shape[1]), rows=own.dispatched), rows_RD
+    )
     shared_TD = _shared_expert(setup, weights, shared_input_TD)
-    gathered_RD = on_values(lambda rows: all_gather(rows, mesh.moe_tp), sent_RD)
-    out_RD = _experts(setup, weights, gathered_RD, counts_E, tokens=group_tokens)
-    return all_to_all(reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape), shared_TD
+    local_RD = on_parts(lambda rows: own.in_expert_order(all_gather(rows, mesh.moe_tp)), sent_RD)
+    out_RD = own.as_they_came(_experts(setup, weights, local_RD, own.counts_E, tokens=group_tokens))
+    back_RD = all_to_all(reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape, rows=own.combined)
+    return back_RD, shared_TD
 
 
 def _group_tokens(setup: Setup, inputs: StepInputs) -> Dim:

@@ -1,12 +1,15 @@
 """Collectives. In a group of one rank they do nothing and record nothing.
 
-The first axis is tokens (or rows); the last is features.
+The first axis is tokens (or rows); the last is features. Real ones run on the process groups of torch.distributed, as
+its functional collectives, which leave their inputs alone and can be traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import lazy_loader as lazy
 
 from castoff.dims import Dim, ceil_div, maximum
 from castoff.ops.linear import Activations, Quantized, Weight, parts_of, product_part, sum_bytes
@@ -16,8 +19,20 @@ from castoff.ops.work import Collective, CollectiveKind, Part, Work
 from castoff.spec.mesh import Group
 from castoff.spec.quant import LinearFormat
 
+torch = lazy.load("torch")
 
-def _same(x: Abstract, *, group: Group, shape: tuple[Dim, ...] | None = None) -> Shapes:
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """Rows of an uneven all_to_all: to and from each rank of the group, and how many the result holds: the first are
+    those received, the rest are zeros."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    held: int
+
+
+def _same(x: Abstract, *, group: Group, shape: tuple[Dim, ...] | None = None, **_: object) -> Shapes:
     return ((x.shape if shape is None else shape, x.dtype),)
 
 
@@ -29,16 +44,75 @@ def _work(call: OpCall) -> Work:
     return Work(collectives=(Collective(kind, message, call.attributes["group"]),))
 
 
-ALL_REDUCE = Op("all_reduce", "collective", _same, _work)
-ALL_GATHER = Op("all_gather", "collective", _same, _work)
-REDUCE_SCATTER = Op("reduce_scatter", "collective", _same, _work)
-ALL_TO_ALL = Op("all_to_all", "collective", _same, _work)
+def _all_reduce_reference(x: Tensor, *, group: Group) -> tuple[Tensor]:
+    functional = torch.ops._c10d_functional
+    return (functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group.process_group)),)
+
+
+def _all_gather_reference(x: Tensor, *, group: Group, shape: tuple[int, ...]) -> tuple[Tensor]:
+    pieces = gathered(x, group)
+    axis = next((axis for axis, (own, whole) in enumerate(zip(x.shape, shape, strict=True)) if own != whole), 0)
+    return (torch.cat(pieces.unbind(), dim=axis),)
+
+
+def _reduce_scatter_reference(x: Tensor, *, group: Group, shape: tuple[int, ...], stretches: int) -> tuple[Tensor]:
+    functional = torch.ops._c10d_functional
+    per_stretch = shape[0] * group.size // stretches
+    pieces = [pad_rows(stretch, per_stretch) for stretch in x.chunk(stretches)]
+    sent = torch.cat(pieces) if stretches > 1 else pieces[0].contiguous()
+    return (functional.wait_tensor(functional.reduce_scatter_tensor(sent, "sum", group.size, group.process_group)),)
+
+
+def _all_to_all_reference(
+    x: Tensor, *, group: Group, shape: tuple[int, ...], rows: RowCounts | None = None
+) -> tuple[Tensor]:
+    if rows is not None:
+        received = exchange_rows(x[: sum(rows.sent)], rows.sent, rows.received, group)
+        return (pad_rows(received, rows.held),)
+    if shape[1] < x.shape[1]:
+        by_peer_NTI = torch.stack(x.chunk(group.size, dim=1))
+        even = [x.shape[0]] * group.size
+        return (exchange_rows(by_peer_NTI.flatten(0, 1), even, even, group),)
+    even = [shape[0]] * group.size
+    received = exchange_rows(pad_rows(x, group.size * shape[0]), even, even, group)
+    return (received.view(group.size, shape[0], -1).movedim(0, 1).reshape(shape),)
+
+
+def gathered(x: Tensor, group: Group) -> Tensor:
+    """The x of every rank of the group, in its order, along a new first axis; not an op of the program."""
+    functional = torch.ops._c10d_functional
+    joined = functional.all_gather_into_tensor(x.contiguous(), group.size, group.process_group)
+    return functional.wait_tensor(joined).view(group.size, *x.shape)
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """Rows of x to the ranks in turn, sent[n] to rank n, and received[n] from it; not an op of the program."""
+    functional = torch.ops._c10d_functional
+    exchanged = functional.all_to_all_single(x.contiguous(), list(received), list(sent), group.process_group)
+    return functional.wait_tensor(exchanged)
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """x, with rows of zeros at its end up to so many."""
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
+
+
+ALL_REDUCE = Op("all_reduce", "collective", _same, _work, _all_reduce_reference)
+ALL_GATHER = Op("all_gather", "collective", _same, _work, _all_gather_reference)
+REDUCE_SCATTER = Op("reduce_scatter", "collective", _same, _work, _reduce_scatter_reference)
+ALL_TO_ALL = Op("all_to_all", "collective", _same, _work, _all_to_all_reference)
 SEND_RECV = Op("send_recv", "collective", _same, _work)
 
 
-def on_values(collective: Callable[[Tensor], Tensor], x: Activations) -> Activations:
-    """A collective on a tensor, or on the values of quantised activations; their scales travel in the same message."""
-    return replace(x, values=collective(x.values)) if isinstance(x, Quantized) else collective(x)
+def on_parts(collective: Callable[[Tensor], Tensor], x: Activations) -> Activations:
+    """A collective on a tensor, or on quantised activations: values and scales.
+
+    A cast counts the values alone: the scales are a few percent of them, and kernels send both in one message.
+    """
+    if not isinstance(x, Quantized):
+        return collective(x)
+    has_scales = x.scales is not None and not isinstance(x.scales, Abstract)
+    return replace(x, values=collective(x.values), scales=collective(x.scales) if has_scales else x.scales)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -47,7 +121,7 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group, *, axis: int = 0) -> Tensor:
-    """Pieces of the group's ranks joined along an axis."""
+    """Pieces of the group's ranks, equally large, joined along an axis."""
     if group.size == 1:
         return x
     shape = list(x.shape)
@@ -55,16 +129,28 @@ def all_gather(x: Tensor, group: Group, *, axis: int = 0) -> Tensor:
     return ALL_GATHER(x, group=group, shape=tuple(shape))[0]
 
 
-def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum over the group; every rank keeps its piece of the first axis (padded to a whole number of pieces)."""
+def reduce_scatter(x: Tensor, group: Group, *, stretches: int = 1) -> Tensor:
+    """Sum over the group; every rank keeps its piece of the first axis (padded to a whole number of pieces).
+
+    stretches: parts of the first axis, each of which is padded and dealt to as many of the ranks.
+    """
     if group.size == 1:
         return x
-    return REDUCE_SCATTER(x, group=group, shape=(ceil_div(x.shape[0], group.size), *x.shape[1:]))[0]
+    shape = (ceil_div(x.shape[0], group.size), *x.shape[1:])
+    return REDUCE_SCATTER(x, group=group, shape=shape, stretches=stretches)[0]
 
 
-def all_to_all(x: Tensor, group: Group, *, shape: tuple[Dim, ...]) -> Tensor:
-    """Every rank sends a piece of x to every other; `shape` is what one rank holds afterwards."""
-    return x.view(*shape) if group.size == 1 else ALL_TO_ALL(x, group=group, shape=shape)[0]
+def all_to_all(x: Tensor, group: Group, *, shape: tuple[Dim, ...], rows: RowCounts | None = None) -> Tensor:
+    """Every rank sends a piece of x to every other; `shape` is what one rank holds afterwards.
+
+        out = the ranks' pieces of x, cut along the axis that shrinks, joined along the other;
+        a first axis is padded to whole pieces
+
+    rows: how many go where, if they are not the same for all; the second axis is then left whole.
+    """
+    if group.size == 1:
+        return x.view(*shape)
+    return ALL_TO_ALL(x, group=group, shape=shape, rows=rows)[0]
 
 
 def send_recv(x: Tensor, group: Group) -> Tensor:
@@ -72,9 +158,19 @@ def send_recv(x: Tensor, group: Group) -> Tensor:
     return SEND_RECV(x, group=group)[0]
 
 
-def split_tokens(x: Tensor, ranks: int) -> Tensor:
-    """This rank's piece of the first axis: a view, nothing moves."""
-    return x if ranks == 1 else x.view(ceil_div(x.shape[0], ranks), *x.shape[1:])
+def split_tokens(x: Tensor, group: Group) -> Tensor:
+    """This rank's piece of the first axis, the last piece padded; nothing moves."""
+    if group.size == 1:
+        return x
+    piece = ceil_div(x.shape[0], group.size)
+    if isinstance(x, Abstract):
+        return x.view(piece, *x.shape[1:])
+    return pad_rows(x, group.size * int(piece)).view(group.size, -1, *x.shape[1:])[group.position]
+
+
+def first_tokens(x: Tensor, tokens: Dim) -> Tensor:
+    """x without what pads it: a view."""
+    return x.view(tokens, *x.shape[1:]) if isinstance(x, Abstract) else x[:tokens]
 
 
 def _matmul_all_reduce_shapes(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,6 +60,10 @@ Tensor = Any
 
 Shapes = tuple[tuple[tuple[Dim, ...], str], ...]
 
+Observer = Callable[[str], AbstractContextManager[None]]
+op_observer: ContextVar[Observer] = ContextVar("op_observer", default=lambda _: nullcontext())
+"""Entered around every op that is computed, given its name: how a run times its ops."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
@@ -90,7 +95,7 @@ class Op:
         if torch.compiler.is_compiling():
             return call_registered(self, inputs, attributes) if self.opaque else self.reference(*inputs, **attributes)
         # A name in torch's profiler, the same as in a cast.
-        with torch.profiler.record_function(self.name):
+        with torch.profiler.record_function(self.name), op_observer.get()(self.name):
             return self.reference(*inputs, **attributes)
 
 

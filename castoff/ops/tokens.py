@@ -15,7 +15,7 @@ from castoff.ops.work import Part, Work
 torch = lazy.load("torch")
 
 
-def _embedding_shapes(ids_T: Abstract, table_VD: Abstract) -> Shapes:
+def _embedding_shapes(ids_T: Abstract, table_VD: Abstract, *, first: int | None = None) -> Shapes:
     return (((ids_T.shape[0], table_VD.shape[1]), dtype_name(table_VD)),)
 
 
@@ -23,16 +23,23 @@ def _copied(call: OpCall) -> Work:
     return Work((Part("copy", bytes=2 * call.outputs[0].bytes),))
 
 
-def _embedding_reference(ids_T: Tensor, table_VD: Tensor) -> tuple[Tensor]:
-    return (table_VD[ids_T],)
+def _embedding_reference(ids_T: Tensor, table_VD: Tensor, *, first: int | None = None) -> tuple[Tensor]:
+    if first is None:
+        return (table_VD[ids_T],)
+    local_T = ids_T - first
+    is_mine_T = (local_T >= 0) & (local_T < table_VD.shape[0])
+    return (table_VD[local_T.where(is_mine_T, 0)] * is_mine_T[:, None],)
 
 
 EMBEDDING = Op("embedding", "embedding", _embedding_shapes, _copied, _embedding_reference)
 
 
-def embedding(ids_T: Tensor, table: Weight) -> Tensor:
-    """Rows of the table (V, D); ids of another rank's vocabulary give zeros. Returns (T, D)."""
-    return EMBEDDING(ids_T, table.values)[0]
+def embedding(ids_T: Tensor, table: Weight, *, first: int | None = None) -> Tensor:
+    """Rows of the table (V, D): (T, D).
+
+    first: id of the table's first row, where other ranks have the rest; their ids give zeros. None: all ids are here.
+    """
+    return EMBEDDING(ids_T, table.values, first=first)[0]
 
 
 def _select_shapes(x_TD: Abstract, *, rows: Dim) -> Shapes:

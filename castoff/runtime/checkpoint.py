@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import lazy_loader as lazy
 
 from castoff.errors import CastoffError
 from castoff.model.setup import Setup
+from castoff.model.shards import Cut, held_shape, rank_cuts
 from castoff.model.weights import Parameter, layer_parameters, outer_parameters
 from castoff.ops.linear import Weight
 from castoff.ops.program import Tensor
@@ -31,10 +32,38 @@ INITIALIZER_RANGE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of a checkpoint: its name and whole shape."""
+    """One tensor of a checkpoint: its name and whole shape. window: start and end of what is read, along each axis;
+    None reads the whole."""
 
     name: str
     shape: tuple[int, ...]
+    window: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The window as an index."""
+        return tuple(slice(*span) for span in self.window or ())
+
+
+def rank_pieces(parameter: Parameter, prefix: str, cuts: Sequence[Cut]) -> list[list[Piece]]:
+    """What this rank reads of a parameter's tensors, arranged as in `checkpoint_pieces`: none of other ranks' experts.
+
+    Gate and up are cut each for itself.
+    """
+    stacked = checkpoint_pieces(parameter, prefix)
+    is_stacked = len(parameter.shape) == 3
+    by_axis = {cut.axis - is_stacked: cut for cut in cuts}
+    if -1 in by_axis:
+        start, end = by_axis[-1].span(len(stacked))
+        stacked = stacked[start:end]
+    return [[_cut(piece, by_axis) for piece in pieces] for pieces in stacked]
+
+
+def _cut(piece: Piece, by_axis: Mapping[int, Cut]) -> Piece:
+    if not any(axis in by_axis for axis in range(len(piece.shape))):
+        return piece
+    spans = [by_axis[axis].span(size) if axis in by_axis else (0, size) for axis, size in enumerate(piece.shape)]
+    return replace(piece, window=tuple(spans))
 
 
 def checkpoint_pieces(parameter: Parameter, prefix: str) -> list[list[Piece]]:
@@ -67,10 +96,10 @@ def _projections(name: str, rows: int) -> list[tuple[str, int]]:
 
 
 class TensorSource(Protocol):
-    """Where whole tensors come from."""
+    """Where tensors come from."""
 
     def read(self, piece: Piece) -> Tensor:
-        """The tensor of that name and shape."""
+        """The tensor of that name and shape, or the window of it."""
 
 
 class Checkpoint:
@@ -83,8 +112,9 @@ class Checkpoint:
         self._check(model, mtp=mtp)
 
     def read(self, piece: Piece) -> Tensor:
-        """One tensor, copied out of its file."""
-        return self._handle(self._files[piece.name]).get_tensor(piece.name)
+        """One tensor, copied out of its file; of a window, nothing else is read."""
+        handle = self._handle(self._files[piece.name])
+        return handle.get_tensor(piece.name) if piece.window is None else handle.get_slice(piece.name)[piece.slices]
 
     def _handle(self, file: str) -> Tensor:
         if file not in self._open:
@@ -172,11 +202,11 @@ class RandomTensors:
         self._seed = seed
 
     def read(self, piece: Piece) -> Tensor:
-        """A tensor that depends on nothing but seed, name and shape."""
+        """A tensor that depends on nothing but seed, name and shape; it is drawn whole, whatever the window."""
         if len(piece.shape) == 1 and piece.name.endswith("norm.weight"):
-            return torch.ones(piece.shape)
+            return torch.ones(piece.shape)[piece.slices]
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {piece.name}".encode()))
-        return torch.empty(piece.shape).normal_(std=INITIALIZER_RANGE, generator=generator)
+        return torch.empty(piece.shape).normal_(std=INITIALIZER_RANGE, generator=generator)[piece.slices]
 
 
 class LoadedWeights:
@@ -189,6 +219,7 @@ class LoadedWeights:
         model = setup.model
         layers = model.num_hidden_layers + (1 if setup.mtp.num_mtp_tokens else 0)
         self._dtype, self._device, self._source = dtype, device, source
+        self._mesh = setup.mesh
         progress("embedding and head")
         outer = outer_parameters(model)
         tied = model.tie_word_embeddings
@@ -196,7 +227,7 @@ class LoadedWeights:
             name: self._load(parameter, "") for name, parameter in outer.items() if name != "lm_head" or not tied
         }
         if tied:
-            self._outer["lm_head"] = self._outer["embed_tokens"]
+            self._outer["lm_head"] = self._tied_head(outer["embed_tokens"], outer["lm_head"])
         self._layers = []
         for layer in range(layers):
             progress(f"layer {layer + 1} of {layers}")
@@ -220,15 +251,22 @@ class LoadedWeights:
         # A tied head is the embedding.
         return sum({weight.values.data_ptr(): weight.values.nbytes for weight in weights}.values())
 
-    def _load(self, parameter: Parameter, prefix: str) -> Weight:
+    def _tied_head(self, embedding: Parameter, head: Parameter) -> Weight:
+        """The embedding as lm_head: the same tensor, unless the two are cut otherwise."""
+        if rank_cuts(embedding, self._mesh) == rank_cuts(head, self._mesh):
+            return self._outer["embed_tokens"]
+        return self._load(replace(head, name=embedding.name), "", rank_cuts(head, self._mesh))
+
+    def _load(self, parameter: Parameter, prefix: str, cuts: tuple[Cut, ...] | None = None) -> Weight:
+        cuts = rank_cuts(parameter, self._mesh) if cuts is None else cuts
         # The router's choice is made at no less than fp32.
         wide = torch.promote_types(self._dtype, torch.float32)
         dtype = wide if parameter.role == "router" else self._dtype
-        whole = torch.empty(parameter.shape, dtype=dtype, device=self._device)
-        stacked = checkpoint_pieces(parameter, prefix)
-        for index, pieces in enumerate(stacked):
-            target, start = whole[index] if len(stacked) > 1 or len(parameter.shape) == 3 else whole, 0
+        held = torch.empty(held_shape(parameter.shape, cuts), dtype=dtype, device=self._device)
+        for index, pieces in enumerate(rank_pieces(parameter, prefix, cuts)):
+            target, start = held[index] if len(parameter.shape) == 3 else held, 0
             for piece in pieces:
-                target[start : start + piece.shape[0]].copy_(self._source.read(piece))
-                start += piece.shape[0]
-        return Weight(whole)
+                values = self._source.read(piece)
+                target[start : start + values.shape[0]].copy_(values)
+                start += values.shape[0]
+        return Weight(held)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import lazy_loader as lazy
 
@@ -15,34 +16,69 @@ from castoff.model.inputs import StepInputs
 from castoff.model.setup import Setup
 from castoff.ops.program import Tensor
 from castoff.runtime.caches import BlockPool, PagedCaches
+from castoff.runtime.graphs import GraphMode, Passes, decode_passes
 from castoff.runtime.rope import rope_tables
+from castoff.spec.scenario import Mode
 
 torch = lazy.load("torch")
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The requests of a call: which request each row is (None for padding) and its length after the call."""
+    """The requests of a call: which request each row is (None for padding) and its length after the call.
+
+    padding: how many of the first tokens of every row are none of the request's; they are not cached.
+    """
 
     requests: Sequence[int | None]
     lengths: Sequence[int]
+    padding: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One forward call: of the main model, or with hidden_TD of the MTP block. See `Engine.forward`, `Engine.draft`."""
+
+    ids_BS: Tensor
+    rows: Rows
+    prefill: bool
+    last: bool
+    hidden_TD: Tensor | None = None
+    topk_TK: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StaticShapes:
+    """What the decode calls of a graph have in common: rows, and the tokens that the longest request may reach."""
+
+    rows: int
+    tokens: int
 
 
 class Engine:
-    """A decoder over real tensors, unquantised, on one rank."""
+    """A decoder over real tensors on one rank.
+
+    graph, static: how decode calls are carried out; a graph needs static shapes.
+    """
 
     def __init__(
-        self, setup: Setup, weights: WeightSource, *, num_blocks: int, block_tokens: int, dtype: Tensor, device: Tensor
-    ) -> None:
-        # Prefill and decode differ in how a cast prices them, and in dense prefill; the ops are the same.
+        self, setup: Setup, weights: WeightSource, *, num_blocks: int, block_tokens: int, dtype: Tensor, device: Tensor,
+        graph: GraphMode = "eager", static: StaticShapes | None = None,
+    ) -> None:  # fmt: skip
+        assert graph == "eager" or static is not None, "a graph needs static shapes"
         self.setup = setup
         self.pool = BlockPool(num_blocks, block_tokens)
         self.caches = PagedCaches(setup, num_blocks, block_tokens, dtype=dtype, device=device)
         self.device = device
-        self._dtype = dtype
-        self._decoders = {
-            mode: Decoder(replace(setup, mode=mode), weights, self.caches, Direct()) for mode in ("prefill", "decode")
-        }
+        self.dtype = dtype
+        self._static = static
+
+        # Prefill and decode differ in how a cast prices them, and in dense prefill; the ops are the same.
+        def decoder(mode: Mode) -> Decoder:
+            return Decoder(replace(setup, mode=mode), weights, self.caches, Direct())
+
+        self._prefill: Passes = decoder("prefill")
+        self._decode = decode_passes(decoder("decode"), graph)
 
     @property
     def capacity_tokens(self) -> int:
@@ -55,25 +91,47 @@ class Engine:
 
     def forward(self, ids_BS: Tensor, rows: Rows, *, prefill: bool, last: bool) -> PassOutput:
         """Main pass over the last S tokens of every row; blocks for their lengths must be there."""
-        inputs = self._inputs(ids_BS, rows)
-        return self._decoders["prefill" if prefill else "decode"].main_pass(inputs, last=last)
+        return self._run(Call(ids_BS, rows, prefill, last))
 
     def draft(
         self, ids_BS: Tensor, hidden_TD: Tensor, topk_TK: Tensor | None, rows: Rows, *, prefill: bool
     ) -> PassOutput:
         """One MTP call over S tokens of every row. hidden_TD: of the tokens before them; topk_TK: ids to reuse."""
-        inputs = self._inputs(ids_BS, rows)
-        decoder = self._decoders["prefill" if prefill else "decode"]
-        return decoder.draft_call(inputs, hidden_TD, topk_TK, draft=0, last=False)
+        return self._run(Call(ids_BS, rows, prefill, False, hidden_TD, topk_TK))
 
-    def _inputs(self, ids_BS: Tensor, rows: Rows) -> StepInputs:
+    def finish(self) -> None:
+        """This rank has no more calls to make; others may."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every attention-DP rank, in their order."""
+        return [value]
+
+    def _run(self, call: Call) -> PassOutput:
+        return self._compute(call)
+
+    def _compute(self, call: Call) -> PassOutput:
+        if call.prefill or self._static is None:
+            return self._pass(call, max(call.rows.lengths))
+        queries = call.ids_BS.shape[1]
+        whole = self._pass(padded(call, self._static.rows, queries), self._static.tokens)
+        return without_padding(whole, call, self._static.rows, queries)
+
+    def _pass(self, call: Call, longest: int) -> PassOutput:
+        inputs = self._inputs(call.ids_BS, call.rows, longest)
+        passes = self._prefill if call.prefill else self._decode
+        if call.hidden_TD is None:
+            return passes.main_pass(inputs, last=call.last)
+        return passes.draft_call(inputs, call.hidden_TD, call.topk_TK, draft=0, last=call.last)
+
+    def _inputs(self, ids_BS: Tensor, rows: Rows, longest: int) -> StepInputs:
         queries = ids_BS.shape[1]
         lengths_B = torch.tensor(list(rows.lengths), device=self.device)
         positions_BS = lengths_B[:, None] - queries + torch.arange(queries, device=self.device)
-        tables = self._block_tables(rows)
+        tables = self._block_tables(rows, longest)
         slots_BS = self._slots(tables, positions_BS)
+        slots_BS[:, : rows.padding] = -1
         cos_TP, sin_TP = rope_tables(
-            positions_BS.reshape(-1), self.setup.model.rope, self.setup.model.qk_rope_head_dim, self._dtype
+            positions_BS.reshape(-1), self.setup.model.rope, self.setup.model.qk_rope_head_dim, self.dtype
         )
         return StepInputs(
             ids_T=ids_BS.reshape(-1),
@@ -82,13 +140,13 @@ class Engine:
             slot_mapping_T=slots_BS.reshape(-1),
             block_tables=tables,
             seq_lens_B=lengths_B,
-            longest=max(rows.lengths),
+            longest=longest,
             lengths=None,
         )
 
-    def _block_tables(self, rows: Rows) -> Tensor:
+    def _block_tables(self, rows: Rows, longest: int) -> Tensor:
         owned = [[] if request is None else self.pool.blocks(request) for request in rows.requests]
-        needed = max(-(-max(rows.lengths) // self.caches.block_tokens), 1)
+        needed = max(-(-longest // self.caches.block_tokens), 1)
         table = torch.full((len(owned), needed), -1, dtype=torch.long, device=self.device)
         for row, blocks in enumerate(owned):
             held = blocks[:needed]
@@ -101,3 +159,50 @@ class Engine:
         owned = tables.gather(1, block)
         slots = owned * self.caches.block_tokens + positions_BS % self.caches.block_tokens
         return torch.where((owned < 0) | (positions_BS < 0), -1, slots)
+
+
+def padded(call: Call, rows: int, queries: int) -> Call:
+    """The call with padding before the tokens of every row, and rows of padding after them."""
+    own_rows, own_queries = call.ids_BS.shape
+    more_rows, more_queries = rows - own_rows, queries - own_queries
+    if not more_rows and not more_queries:
+        return call
+
+    def pad(x: Tensor | None, value: int = 0) -> Tensor | None:
+        if x is None:
+            return None
+        x_BSX = x.view(own_rows, own_queries, -1)
+        padding = (0, 0, more_queries, 0, 0, more_rows)
+        return torch.nn.functional.pad(x_BSX, padding, value=value).flatten(0, 1)
+
+    return replace(
+        call,
+        ids_BS=torch.nn.functional.pad(call.ids_BS, (more_queries, 0, 0, more_rows)),
+        rows=Rows(
+            [*call.rows.requests, *[None] * more_rows],
+            [*call.rows.lengths, *[0] * more_rows],
+            padding=call.rows.padding + more_queries,
+        ),
+        hidden_TD=pad(call.hidden_TD),
+        topk_TK=pad(call.topk_TK, -1),
+    )
+
+
+def without_padding(output: PassOutput, call: Call, rows: int, queries: int) -> PassOutput:
+    """Of the output of `padded(call, rows, queries)`, what belongs to the call."""
+    own_rows, own_queries = call.ids_BS.shape
+
+    def cut(x: Tensor | None, *, last: bool = False) -> Tensor | None:
+        if x is None:
+            return None
+        if last:
+            return x[:own_rows]
+        x_BSX = x.view(rows, queries, *x.shape[1:])
+        return x_BSX[:own_rows, queries - own_queries :].flatten(0, 1)
+
+    return PassOutput(
+        cut(output.hidden_TD),
+        cut(output.logits_TV, last=call.last),
+        cut(output.ids_T, last=call.last),
+        cut(output.topk_TK),
+    )

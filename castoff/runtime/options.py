@@ -9,7 +9,10 @@ from typing import Literal
 import lazy_loader as lazy
 
 from castoff.errors import CastoffError
+from castoff.ops.quantization import RUNNABLE_ACTIONS
+from castoff.runtime.graphs import GraphMode
 from castoff.runtime.sampling import Sampling
+from castoff.spec.quant import AttentionAction, LinearAction
 
 torch = lazy.load("torch")
 
@@ -25,9 +28,12 @@ class RunOptions:
     max_new_tokens: tokens that a request gets at most.
     ignore_eos: go on after a stop token.
     num_mtp_tokens: draft tokens per step, verified by the model: the tokens stay the same.
-    batch: requests that run at once.
-    dtype: of weights, caches and activations.
+    batch: requests that run at once, over all attention-DP ranks.
+    dtype: of weights, caches and activations that are not quantised.
+    quantize_linear_action: format of the linear layers, experts included; unset keeps the checkpoint's own.
+    quantize_attention_action: format of the latent KV cache and the indexer cache.
     device: where tensors live.
+    graph: carry out decode steps op by op, compiled by torch.compile, or as a CUDA graph.
     kv_block_tokens: tokens of a cache block, from 16 to 256.
     chunk_tokens: tokens of a prefill chunk.
     temperature: 0 takes the most likely token.
@@ -45,7 +51,10 @@ class RunOptions:
     num_mtp_tokens: int = 0
     batch: int = 8
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
+    quantize_linear_action: LinearAction | None = None
+    quantize_attention_action: AttentionAction = "DISABLED"
     device: Literal["cpu", "cuda"] = "cpu"
+    graph: GraphMode = "eager"
     kv_block_tokens: int = 128
     chunk_tokens: int = 512
     temperature: float = 0.0
@@ -70,6 +79,14 @@ def check_options(options: RunOptions) -> None:
         raise CastoffError("running needs torch: pip install 'castoff[run]'") from None
     if options.device == "cuda" and not accelerator:
         raise CastoffError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    if options.graph == "cudagraph" and options.device != "cuda":
+        raise CastoffError(f"--graph cudagraph needs --device cuda, got {options.device}; use --graph compile or eager")
+    action = options.quantize_linear_action
+    if action is not None and action not in RUNNABLE_ACTIONS:
+        raise CastoffError(
+            f"--quantize-linear-action {action} can be cast, and cannot be run; choose among "
+            f"{', '.join(RUNNABLE_ACTIONS)}"
+        )
     given = [options.prompt is not None, options.prompt_file is not None, options.random_prompts is not None]
     if sum(given) != 1:
         raise CastoffError("give one of --prompt TEXT, --prompt-file FILE, --random-prompts NxLEN")

@@ -24,7 +24,8 @@ class RunReport:
     """What came out.
 
     texts: None without a tokenizer. total_s: of all requests, loading aside. ops: the longest in total first; empty
-    where no op times were asked for. trace: the text of a Chrome trace, None where none was asked for.
+    where no op times were asked for. trace: the text of a Chrome trace, None where none was asked for. rank: of the
+    process whose report this is; the tokens are the same on all, times and memory are its own.
     """
 
     results: list[Result]
@@ -34,6 +35,7 @@ class RunReport:
     memory: Memory
     ops: tuple[OpTime, ...] = ()
     trace: str | None = None
+    rank: int = 0
 
     @property
     def ttft_s(self) -> float:

@@ -53,6 +53,13 @@ class Statistics:
     decoded_tokens: int = 0
     accepted_drafts: list[int] = field(default_factory=list)
 
+    def add(self, other: Statistics) -> None:
+        """Take in another attention-DP rank's counts; its steps went on beside these."""
+        self.decode_steps = max(self.decode_steps, other.decode_steps)
+        self.sparse_steps = max(self.sparse_steps, other.sparse_steps)
+        self.request_steps += other.request_steps
+        self.decoded_tokens += other.decoded_tokens
+
     @property
     def acceptance_length(self) -> float:
         """Mean tokens that a decode step gave a request; 0 before any."""
@@ -80,7 +87,10 @@ class _Running:
 
 
 class Scheduler:
-    """Runs requests through an engine, at most `slots` at a time.
+    """Runs requests through an engine, at most `slots` at a time on every attention-DP rank.
+
+    Requests are dealt to these ranks in turn. The ranks of one TP group choose alike, since every logit is computed
+    once and handed round.
 
     chunk_tokens: prompts are prefilled in chunks of this many tokens. stop_ids: tokens that end a request.
     """
@@ -106,11 +116,22 @@ class Scheduler:
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Results in the order of the requests. Raises CastoffError where a request can never fit in the cache."""
-        started = time.perf_counter()
-        results = [Result() for _ in requests]
         for index, request in enumerate(requests):
             self._check(index, request)
-        waiting = deque(_Running(*item) for item in zip(range(len(requests)), requests, results, strict=True))
+        dp = self._engine.setup.mesh.dp
+        own = {index: Result() for index in range(dp.position, len(requests), dp.size)}
+        self._run([_Running(index, requests[index], result) for index, result in own.items()])
+        self._engine.finish()
+        results: dict[int, Result] = {}
+        everywhere, self.statistics = self._engine.gather((own, self.statistics)), Statistics()
+        for theirs, statistics in everywhere:
+            results |= theirs
+            self.statistics.add(statistics)
+        return [results[index] for index in range(len(requests))]
+
+    def _run(self, dealt: Sequence[_Running]) -> None:
+        started = time.perf_counter()
+        waiting = deque(dealt)
         running: list[_Running] = []
         while waiting or running:
             while waiting and len(running) < self._slots and self._has_room(waiting[0]):
@@ -122,8 +143,7 @@ class Scheduler:
             if running:
                 self._decode(running, started)
                 running = self._drop_done(running)
-            self._progress(len(requests) - len(waiting) - len(running), len(requests))
-        return results
+            self._progress(len(dealt) - len(waiting) - len(running), len(dealt))
 
     def _most_tokens(self, request: Request) -> int:
         return len(request.prompt) + request.max_new_tokens + 2 * self._drafts + 1

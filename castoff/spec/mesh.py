@@ -7,7 +7,8 @@ apart. The routed experts cut the same ranks of one pipeline stage into moe_tp (
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from castoff.errors import CastoffError
 from castoff.spec.model import ModelSpec
@@ -15,16 +16,36 @@ from castoff.spec.scenario import Parallel
 
 
 @dataclass(frozen=True, slots=True)
+class Process:
+    """One process of a run. names: what torch calls the groups that this rank is in, by their size and stride."""
+
+    rank: int
+    names: Mapping[tuple[int, int], str]
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Ranks that talk to each other: `size` ranks, `stride` apart in the device order of a deployment.
 
-    first: for a pipeline hop, the first rank of the stage that sends.
+    first: for a pipeline hop, the first rank of the stage that sends. process: which rank computes; None in a cast.
     """
 
     name: str
     size: int
     stride: int = 1
     first: int = 0
+    process: Process | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def position(self) -> int:
+        """This rank's place in the group; that of the first rank in a cast."""
+        return 0 if self.process is None else self.process.rank // self.stride % self.size
+
+    @property
+    def process_group(self) -> str:
+        """What torch calls the group; it must be one of a run."""
+        assert self.process is not None, f"the group {self.name} has no processes: it can be cast, and not run"
+        return self.process.names[self.size, self.stride]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1069,7 +1069,7 @@ class TestCollectives:
             results.append(collectives.all_gather(x, alone, axis=1))
             results.append(collectives.reduce_scatter(x, alone))
             results.append(collectives.all_to_all(x, alone, shape=(3, 8)))
-            results.append(collectives.split_tokens(x, 1))
+            results.append(collectives.split_tokens(x, alone))
 
         assert bench.calls(run) == []
         assert [result.value for result in results] == [x.value] * 5
@@ -1078,8 +1078,8 @@ class TestCollectives:
     def test_a_split_moves_nothing(self) -> None:
         bench = Bench()
         x = bench.x(10, 4)
-        assert bench.calls(lambda: collectives.split_tokens(x, 4)) == []
-        piece = collectives.split_tokens(x, 4)
+        assert bench.calls(lambda: collectives.split_tokens(x, Group("tp", 4))) == []
+        piece = collectives.split_tokens(x, Group("tp", 4))
         assert (piece.shape, piece.value) == ((3, 4), x.value)
 
     @pytest.mark.property

@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 
 KINDS = ("glm5", "glm52", "deepseek_v32")
 INDEX_TOPK = 16
-VOCABULARY = 97
+VOCABULARY = 96
 HEADS = 16
 
 _COMMON: dict[str, Any] = {
