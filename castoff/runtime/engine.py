@@ -67,6 +67,7 @@ class Engine:
     ) -> None:  # fmt: skip
         assert graph == "eager" or static is not None, "a graph needs static shapes"
         self.setup = setup
+        self.weights = weights
         self.pool = BlockPool(num_blocks, block_tokens)
         self.caches = PagedCaches(setup, num_blocks, block_tokens, dtype=dtype, device=device)
         self.device = device

@@ -59,6 +59,8 @@ class Statistics:
         self.sparse_steps = max(self.sparse_steps, other.sparse_steps)
         self.request_steps += other.request_steps
         self.decoded_tokens += other.decoded_tokens
+        pairs = zip(self.accepted_drafts, other.accepted_drafts, strict=True)
+        self.accepted_drafts = [own + others for own, others in pairs]
 
     @property
     def acceptance_length(self) -> float:
@@ -123,7 +125,8 @@ class Scheduler:
         self._run([_Running(index, requests[index], result) for index, result in own.items()])
         self._engine.finish()
         results: dict[int, Result] = {}
-        everywhere, self.statistics = self._engine.gather((own, self.statistics)), Statistics()
+        everywhere = self._engine.gather((own, self.statistics))
+        self.statistics = Statistics(accepted_drafts=[0] * self._drafts)
         for theirs, statistics in everywhere:
             results |= theirs
             self.statistics.add(statistics)

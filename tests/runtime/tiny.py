@@ -234,12 +234,12 @@ def record(
     setup = replace(own.setup, mode="prefill" if prefill else "decode")
     decoder = Decoder(setup, weights, own.caches, runner)
     with torch.no_grad():
-        return decoder.main_pass(own._inputs(ids_BS, rows), last=False), runner
+        return decoder.main_pass(own._inputs(ids_BS, rows, max(rows.lengths)), last=False), runner
 
 
 def weights_of(own: Engine) -> Any:
     """The weights that an engine's decoder holds."""
-    return own._decoders["decode"]._weights
+    return own.weights
 
 
 def token_ids(count: int, length: int, seed: int = 0) -> Any:
