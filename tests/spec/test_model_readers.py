@@ -268,7 +268,7 @@ class TestCheckpointQuant:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            ({"quant_method": "compressed-tensors"}, 'quant_method is "compressed-tensors"; only fp8'),
+            ({"quant_method": "awq"}, 'quant_method is "awq"; only fp8 and compressed-tensors'),
             ({"quant_method": None}, "quantization_config.quant_method is null"),
             ({"fmt": "e5m2"}, 'quantization_config.fmt is "e5m2"; supported: e4m3'),
             ({"activation_scheme": "none"}, "quantization_config.activation_scheme is"),
