@@ -26,6 +26,7 @@ from castoff.runtime.scheduler import Request, Result, Scheduler, Statistics
 from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
 from castoff.spec.model import ModelSpec, load_model
+from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Mtp, Quant, Scenario
 
 torch = lazy.load("torch")
@@ -158,7 +159,9 @@ def run(
         spec,
         load_device(_CHECKED_AGAINST),
         load_backend("nvidia"),
-        Scenario(quant=Quant(quantize_linear_action="DISABLED"), mtp=Mtp(num_mtp_tokens=options.num_mtp_tokens)),
+        Scenario(
+            quant=Quant(quantize_linear_action=default_action(spec)), mtp=Mtp(num_mtp_tokens=options.num_mtp_tokens)
+        ),
         "decode",
     )
     tokenizer = _tokenizer(model)
@@ -192,6 +195,11 @@ def run(
         peak_bytes=_peak_bytes(options.device),
         ops=ops,
     )
+
+
+def default_action(spec: ModelSpec) -> LinearAction:
+    """The format in which a checkpoint's linear layers run: the one in which they are stored."""
+    return spec.checkpoint_quant.action if spec.checkpoint_quant is not None else "DISABLED"
 
 
 def _profiled(
