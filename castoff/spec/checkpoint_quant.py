@@ -1,15 +1,16 @@
-"""Reading `quantization_config`: how a checkpoint's own weights are quantised, in the two forms that castoff knows.
+"""`quantization_config`, read and written: how a checkpoint's own weights are quantised.
 
-FP8 as DeepSeek and GLM publish it, and compressed-tensors' INT8 W8A8 with a scale per output channel and per token.
+Two forms are known: FP8 as DeepSeek and GLM publish it, and compressed-tensors' INT8 W8A8 with a scale per output
+channel and per token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from castoff.spec.architecture import CheckpointQuant
 from castoff.spec.hf_config import HfConfig, shown
 
-COMPRESSED_TENSORS = "compressed-tensors"
-INT_QUANTIZED = "int-quantized"
+_COMPRESSED_TENSORS = "compressed-tensors"
+_INT_QUANTIZED = "int-quantized"
 
 _KNOWN_FP8 = frozenset(
     """
@@ -29,14 +30,14 @@ _KNOWN_SCHEME = frozenset(
     zp_dtype
     """.split()
 )
-INT8_WEIGHTS: Mapping[str, object] = {
+_INT8_WEIGHTS: Mapping[str, object] = {
     "num_bits": 8,
     "type": "int",
     "strategy": "channel",
     "symmetric": True,
     "dynamic": False,
 }
-INT8_ACTIVATIONS: Mapping[str, object] = {**INT8_WEIGHTS, "strategy": "token", "dynamic": True}
+_INT8_ACTIVATIONS: Mapping[str, object] = {**_INT8_WEIGHTS, "strategy": "token", "dynamic": True}
 _ONLY = "only W8A8 with INT8 weights per channel and dynamic INT8 activations per token is read"
 
 
@@ -75,7 +76,7 @@ def _read_fp8(raw: HfConfig, quant: HfConfig) -> CheckpointQuant:
 
 def _read_compressed_tensors(raw: HfConfig, quant: HfConfig) -> CheckpointQuant:
     quant.warn_about_unknown(_KNOWN_COMPRESSED)
-    _check_scheme(quant, {"format": INT_QUANTIZED})
+    _check_scheme(quant, {"format": _INT_QUANTIZED})
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         # Older exports describe what is not sparse, too.
         is_dense = key == "sparsity_config" and quant.has(key) and quant.section(key).values.get("format") == "dense"
@@ -86,17 +87,17 @@ def _read_compressed_tensors(raw: HfConfig, quant: HfConfig) -> CheckpointQuant:
         raise quant.error("config_groups", f"has {len(groups.values)} groups; {_ONLY}, in one group")
     group = groups.section(next(iter(groups.values)))
     group.warn_about_unknown(("format", "input_activations", "output_activations", "targets", "weights"))
-    _check_scheme(group, {"targets": ["Linear"], "format": group.values.get("format") and INT_QUANTIZED})
+    _check_scheme(group, {"targets": ["Linear"], "format": group.values.get("format") and _INT_QUANTIZED})
     if group.has("output_activations"):
         raise group.error("output_activations", f"is {shown(group.values['output_activations'])}; {_ONLY}")
-    for key, scheme in (("weights", INT8_WEIGHTS), ("input_activations", INT8_ACTIVATIONS)):
+    for key, scheme in (("weights", _INT8_WEIGHTS), ("input_activations", _INT8_ACTIVATIONS)):
         section = group.section(key)
         section.warn_about_unknown(_KNOWN_SCHEME)
         _check_scheme(section, {**scheme, "group_size": None, "block_structure": None})
     return raw.build(
         CheckpointQuant,
-        quant_method=COMPRESSED_TENSORS,
-        fmt=INT_QUANTIZED,
+        quant_method=_COMPRESSED_TENSORS,
+        fmt=_INT_QUANTIZED,
         activation_scheme="dynamic",
         weight_block_size=None,
         scale_fmt=None,
@@ -111,3 +112,33 @@ def _check_scheme(section: HfConfig, wanted: Mapping[str, object]) -> None:
         # True is no 1, and "8" no 8.
         if type(found) is not type(value) or found != value:
             raise section.error(key, f"is {shown(found)}, not {shown(value)}; {_ONLY}")
+
+
+def quantization_config(action: str, kept: Sequence[str]) -> dict[str, object]:
+    """The `quantization_config` of a checkpoint for `action`, FP8 or W8A8_DYNAMIC.
+
+    kept: modules whose matrices stay plain.
+    """
+    assert action in ("FP8", "W8A8_DYNAMIC")
+    if action == "FP8":
+        return {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": list(kept),
+        }
+    group = {
+        "targets": ["Linear"],
+        "weights": dict(_INT8_WEIGHTS),
+        "input_activations": dict(_INT8_ACTIVATIONS),
+        "output_activations": None,
+    }
+    return {
+        "quant_method": _COMPRESSED_TENSORS,
+        "format": _INT_QUANTIZED,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(kept),
+        "kv_cache_scheme": None,
+    }
