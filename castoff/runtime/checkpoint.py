@@ -39,6 +39,7 @@ torch = lazy.load("torch")
 safetensors = lazy.load("safetensors")
 
 INITIALIZER_RANGE = 0.02
+INDEX_FILE = "model.safetensors.index.json"
 
 
 def checkpoint_pieces(parameter: Parameter, prefix: str) -> list[list[Piece]]:
@@ -76,14 +77,19 @@ def _projections(name: str, rows: int) -> list[tuple[str, int]]:
 
 
 class Checkpoint:
-    """The safetensors files of a directory, opened as they are needed; every fault is named before any is read."""
+    """The safetensors files of a directory, opened as they are needed; every fault is named before any is read.
 
-    def __init__(self, directory: Path, model: ModelSpec, *, mtp: bool) -> None:
+    mtp: whether the MTP blocks must be there; None checks them where the directory has any of their tensors.
+    """
+
+    def __init__(self, directory: Path, model: ModelSpec, *, mtp: bool | None) -> None:
         self._directory = directory
         self._files = _file_of_tensor(directory)
         self._open: dict[str, Tensor] = {}
         self._scales: dict[str, Piece] = {}
-        self._check(model, mtp=mtp)
+        first_mtp = f"model.layers.{model.num_hidden_layers}."
+        has_mtp = any(name.startswith(first_mtp) for name in self._files) if mtp is None else mtp
+        self._check(model, mtp=has_mtp)
 
     @property
     def files(self) -> Mapping[str, str]:
@@ -192,7 +198,7 @@ def _is_known_extra(name: str, model: ModelSpec) -> bool:
 
 
 def _file_of_tensor(directory: Path) -> dict[str, str]:
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX_FILE
     single = directory / "model.safetensors"
     if index.exists():
         try:
@@ -202,7 +208,7 @@ def _file_of_tensor(directory: Path) -> dict[str, str]:
         return files
     if not single.exists():
         raise CastoffError(
-            f"{directory} has no weights: neither model.safetensors nor model.safetensors.index.json; "
+            f"{directory} has no weights: neither model.safetensors nor {INDEX_FILE}; "
             "--random-weights SEED runs without any"
         )
     try:
