@@ -20,7 +20,7 @@ from castoff.ops.quantization import dequantize_weight
 from castoff.runtime.checkpoint import Checkpoint, LoadedWeights, RandomTensors
 from castoff.runtime.convert import convert
 from castoff.runtime.engine import Engine
-from castoff.runtime.stored import Part, Piece, read_plain, read_quantized, read_weight
+from castoff.runtime.stored import WHOLE, Part, Piece, read_plain, read_quantized, read_weight
 from castoff.spec.model import load_model
 from castoff.spec.quant import linear_format
 from tests.runtime.fake_quant import Held, RoundedInputs, dequantized
@@ -415,7 +415,7 @@ class Given:
     def __init__(self, tensors: dict[str, Any]) -> None:
         self._tensors = tensors
 
-    def read(self, piece: Piece, part: Part = Part()) -> Any:  # noqa: B008
+    def read(self, piece: Piece, part: Part = WHOLE) -> Any:
         whole = self._tensors[piece.name]
         rows, columns = (slice(*(extent or (None,))) for extent in (part.rows, part.columns))
         return whole[rows, columns] if whole.dim() > 1 else whole[rows]
