@@ -23,8 +23,9 @@ import torch
 
 from castoff import Mtp, Quant, Scenario
 from castoff.model.setup import resolve_setup
-from castoff.runtime.checkpoint import LoadedWeights, Piece
+from castoff.runtime.checkpoint import LoadedWeights
 from castoff.runtime.engine import Engine, Rows
+from castoff.runtime.stored import WHOLE, Part, Piece
 from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
 from castoff.spec.model import raw_config, read_model
@@ -36,7 +37,10 @@ LAYERS, EXPERTS = 4, 8
 class Cheap:
     """Small random values: their numbers do not change the time."""
 
-    def read(self, piece: Piece) -> torch.Tensor:
+    def scales(self, piece: Piece) -> None:
+        return None
+
+    def read(self, piece: Piece, part: Part = WHOLE) -> torch.Tensor:
         return torch.empty(piece.shape).uniform_(-0.02, 0.02)
 
 

@@ -47,16 +47,18 @@ from castoff.report.chrome_trace import chrome_trace
 from castoff.report.output import check_outputs, console, print_note, print_text, render, write_file
 from castoff.report.plain import json_text
 from castoff.report.prediction_json import prediction_json
-from castoff.report.run_text import run_text, show_progress
+from castoff.report.run_text import convert_text, run_text, show_progress
 from castoff.report.shapes_csv import shapes_csv
 from castoff.report.step import step_report
 from castoff.report.tables import step_tables
+from castoff.runtime import convert as converting
 from castoff.runtime import generate
 from castoff.runtime.options import RunOptions
 from castoff.spec.backend import Backend, load_backend, shipped_backends
 from castoff.spec.device import Device, load_device, shipped_devices
 from castoff.spec.model import ALIASES, ModelSpec, load_model, shipped_models
 from castoff.spec.model_files import find_config
+from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Workload
 from castoff.spec.toml_file import read_toml
 
@@ -143,6 +145,23 @@ def run(
         write_json(json, report.as_json())
     if json != "-":
         print_text(run_text(report))
+
+
+def convert(
+    model: Annotated[str, Parameter(help="A directory with a config.json and weights.")],
+    /,
+    *,
+    quantize_linear_action: Annotated[LinearAction, Parameter(help="Format to write: W8A8_DYNAMIC or FP8.")],
+    output: Annotated[
+        Path, Parameter(alias="-o", metavar="DIR", help="A new directory, or that of a begun conversion.")
+    ],
+) -> None:
+    """Write a checkpoint anew with its linear layers quantised; an interrupted conversion goes on where it stopped."""
+    try:
+        report = converting.convert(model, quantize_linear_action, output, progress=show_progress)
+    finally:
+        show_progress("")
+    print_text(convert_text(report))
 
 
 def compare(
@@ -280,7 +299,7 @@ def _app(argv: Sequence[str]) -> App:
         # Making one takes longer than parsing.
         console=console(plain_width=120) if asks_for_help else None,
     )
-    for command in (cast, run, compare, models, devices, show, shapes):
+    for command in (cast, run, convert, compare, models, devices, show, shapes):
         app.command(command)
     return app
 

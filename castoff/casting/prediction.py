@@ -322,9 +322,10 @@ def _notes(model: ModelSpec, compilation: Compilation, result: Cast) -> list[str
             f"requests reach {longest:.0f} tokens, beyond max_position_embeddings {model.max_position_embeddings} "
             f"of {model.name}"
         )
-    if model.checkpoint_quant is not None and result.setup.expert.action != "FP8":
+    published, priced = model.checkpoint_quant, result.setup.expert.action
+    if published is not None and priced != published.action:
         notes.append(
-            f"{model.name} is published in FP8 and is priced as {result.setup.expert.action}; "
-            "--quantize-linear-action FP8 prices it as published"
+            f"{model.name} is published in {published.action} and is priced as {priced}; "
+            f"--quantize-linear-action {published.action} prices it as published"
         )
     return notes

@@ -1,10 +1,11 @@
-"""What a run produced, in words; and its progress while it goes on."""
+"""What a run or a conversion produced, in words; and its progress while it goes on."""
 
 from __future__ import annotations
 
 import sys
 
 from castoff.report.units import count, gib_text, microseconds, milliseconds, percent
+from castoff.runtime.convert import ConvertReport
 from castoff.runtime.report import RunReport
 
 
@@ -35,6 +36,16 @@ def run_text(report: RunReport) -> str:
 def _drafts_text(rates: list[float]) -> list[str]:
     shares = ", ".join(f"{percent(rate)} of draft {position}" for position, rate in enumerate(rates, start=1))
     return [f"accepted: {shares}"] if shares else []
+
+
+def convert_text(report: ConvertReport) -> str:
+    """What lies in the new directory."""
+    kept = f", {count(report.kept_shards)} of them from an earlier attempt" if report.kept_shards else ""
+    files = "file" if report.shards == 1 else "files"
+    return (
+        f"{report.directory}: {count(report.quantized)} matrices in {report.action}, "
+        f"{gib_text(report.size_bytes)} in {count(report.shards)} {files}{kept}\n"
+    )
 
 
 def show_progress(text: str) -> None:

@@ -10,42 +10,41 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import lazy_loader as lazy
 
 from castoff.errors import CastoffError
 from castoff.model.setup import Setup
 from castoff.model.shards import Cut, held_shape, rank_cuts
-from castoff.model.weights import Parameter, layer_parameters, outer_parameters
+from castoff.model.weights import Parameter, layer_parameters, outer_parameters, parameter_format
 from castoff.ops.linear import Weight
-from castoff.ops.program import Tensor
+from castoff.ops.program import Tensor, torch_dtype
+from castoff.runtime.stored import (
+    PLAIN_DTYPES,
+    QUANTIZED_DTYPES,
+    SCALE_DTYPES,
+    SCALE_SUFFIXES,
+    WHOLE,
+    Part,
+    Piece,
+    TensorSource,
+    read_plain,
+    read_quantized,
+    scale_shapes,
+)
 from castoff.spec.model import ModelSpec
+from castoff.spec.quant import FP8_BLOCK, LinearFormat
 
 torch = lazy.load("torch")
 safetensors = lazy.load("safetensors")
 
 INITIALIZER_RANGE = 0.02
+INDEX_FILE = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One tensor of a checkpoint: its name and whole shape. window: start and end of what is read, along each axis;
-    None reads the whole."""
-
-    name: str
-    shape: tuple[int, ...]
-    window: tuple[tuple[int, int], ...] | None = None
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The window as an index."""
-        return tuple(slice(*span) for span in self.window or ())
-
-
-def rank_pieces(parameter: Parameter, prefix: str, cuts: Sequence[Cut]) -> list[list[Piece]]:
+def rank_parts(parameter: Parameter, prefix: str, cuts: Sequence[Cut]) -> list[list[tuple[Piece, Part]]]:
     """What this rank reads of a parameter's tensors, arranged as in `checkpoint_pieces`: none of other ranks' experts.
 
     Gate and up are cut each for itself.
@@ -56,14 +55,12 @@ def rank_pieces(parameter: Parameter, prefix: str, cuts: Sequence[Cut]) -> list[
     if -1 in by_axis:
         start, end = by_axis[-1].span(len(stacked))
         stacked = stacked[start:end]
-    return [[_cut(piece, by_axis) for piece in pieces] for pieces in stacked]
+    return [[(piece, _part(piece, by_axis)) for piece in pieces] for pieces in stacked]
 
 
-def _cut(piece: Piece, by_axis: Mapping[int, Cut]) -> Piece:
-    if not any(axis in by_axis for axis in range(len(piece.shape))):
-        return piece
-    spans = [by_axis[axis].span(size) if axis in by_axis else (0, size) for axis, size in enumerate(piece.shape)]
-    return replace(piece, window=tuple(spans))
+def _part(piece: Piece, by_axis: Mapping[int, Cut]) -> Part:
+    spans = [by_axis[axis].span(size) if axis in by_axis else None for axis, size in enumerate(piece.shape)]
+    return Part(*spans)
 
 
 def checkpoint_pieces(parameter: Parameter, prefix: str) -> list[list[Piece]]:
@@ -72,12 +69,14 @@ def checkpoint_pieces(parameter: Parameter, prefix: str) -> list[list[Piece]]:
     prefix: `model.layers.3.`, or nothing.
     """
     base, shape = prefix + parameter.name, parameter.shape
+    # Published FP8 checkpoints quantise kv_b too, which is held in bf16.
+    quantizable = parameter.role in ("linear", "expert") or base.endswith(".kv_b_proj")
     if ".experts." in base and "shared" not in base:
         stem, projection = base.rsplit(".", 1)
         experts, rows, columns = shape
         return [
             [
-                Piece(f"{stem}.{expert}.{name}.weight", (count, columns))
+                Piece(f"{stem}.{expert}.{name}.weight", (count, columns), quantizable)
                 for name, count in _projections(projection, rows)
             ]
             for expert in range(experts)
@@ -85,36 +84,58 @@ def checkpoint_pieces(parameter: Parameter, prefix: str) -> list[list[Piece]]:
     if base.endswith("gate_up_proj"):
         stem = base.removesuffix("gate_up_proj")
         return [
-            [Piece(f"{stem}{name}.weight", (count, shape[1])) for name, count in _projections("gate_up_proj", shape[0])]
+            [
+                Piece(f"{stem}{name}.weight", (count, shape[1]), quantizable)
+                for name, count in _projections("gate_up_proj", shape[0])
+            ]
         ]
     name = base if base.endswith((".bias", "e_score_correction_bias")) else f"{base}.weight"
-    return [[Piece(name, shape)]]
+    return [[Piece(name, shape, quantizable)]]
 
 
 def _projections(name: str, rows: int) -> list[tuple[str, int]]:
     return [("gate_proj", rows // 2), ("up_proj", rows // 2)] if name == "gate_up_proj" else [(name, rows)]
 
 
-class TensorSource(Protocol):
-    """Where tensors come from."""
-
-    def read(self, piece: Piece) -> Tensor:
-        """The tensor of that name and shape, or the window of it."""
-
-
 class Checkpoint:
-    """The safetensors files of a directory, opened as they are needed; every fault is named before any is read."""
+    """The safetensors files of a directory, opened as they are needed; every fault is named before any is read.
 
-    def __init__(self, directory: Path, model: ModelSpec, *, mtp: bool) -> None:
+    mtp: whether the MTP blocks must be there; None checks them where the directory has any of their tensors.
+    """
+
+    def __init__(self, directory: Path, model: ModelSpec, *, mtp: bool | None) -> None:
         self._directory = directory
         self._files = _file_of_tensor(directory)
         self._open: dict[str, Tensor] = {}
-        self._check(model, mtp=mtp)
+        self._scales: dict[str, Piece] = {}
+        first_mtp = f"model.layers.{model.num_hidden_layers}."
+        has_mtp = any(name.startswith(first_mtp) for name in self._files) if mtp is None else mtp
+        self._check(model, mtp=has_mtp)
 
-    def read(self, piece: Piece) -> Tensor:
-        """One tensor, copied out of its file; of a window, nothing else is read."""
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The file of every tensor."""
+        return self._files
+
+    def read(self, piece: Piece, part: Part = WHOLE) -> Tensor:
+        """A tensor, or part of one, copied out of its file."""
         handle = self._handle(self._files[piece.name])
-        return handle.get_tensor(piece.name) if piece.window is None else handle.get_slice(piece.name)[piece.slices]
+        if part == WHOLE:
+            return handle.get_tensor(piece.name)
+        ranges = (part.rows, part.columns)[: len(piece.shape)]
+        return handle.get_slice(piece.name)[tuple(slice(*(extent or (None,))) for extent in ranges)]
+
+    def scales(self, piece: Piece) -> Piece | None:
+        """The scales that are stored beside a quantised tensor; None beside a plain one."""
+        return self._scales.get(piece.name)
+
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Stored dtype, in safetensors' words, and shape of a tensor."""
+        try:
+            found = self._handle(self._files[name]).get_slice(name)
+        except safetensors.SafetensorError as error:
+            raise CastoffError(f"{self._directory / self._files[name]}: cannot read {name}: {error}") from None
+        return found.get_dtype(), tuple(found.get_shape())
 
     def _handle(self, file: str) -> Tensor:
         if file not in self._open:
@@ -126,29 +147,64 @@ class Checkpoint:
         return self._open[file]
 
     def _check(self, model: ModelSpec, *, mtp: bool) -> None:
-        wanted = {piece.name: piece.shape for piece in model_pieces(model, mtp=mtp)}
+        quant = model.checkpoint_quant
+        if quant is not None and quant.weight_block_size not in (None, (FP8_BLOCK, FP8_BLOCK)):
+            raise CastoffError(
+                f"{self._directory}: weight_block_size is {list(quant.weight_block_size or ())}; FP8 weights run in "
+                f"blocks of {FP8_BLOCK} by {FP8_BLOCK} only"
+            )
+        wanted = {piece.name: piece for piece in model_pieces(model, mtp=mtp)}
         missing = [name for name in wanted if name not in self._files]
         if missing:
             raise CastoffError(f"{self._directory}: {_names(missing)} missing from the checkpoint")
-        unknown = [name for name in self._files if name not in wanted and not _is_known_extra(name, model)]
+        known = {name + suffix for name in wanted for suffix in ("", *SCALE_SUFFIXES.values())}
+        unknown = [name for name in self._files if name not in known and not _is_known_extra(name, model)]
         if unknown:
             raise CastoffError(
                 f"{self._directory}: the checkpoint has {_names(unknown)}, which {model.name} does not use"
             )
-        for name, shape in wanted.items():
-            try:
-                found = self._handle(self._files[name]).get_slice(name)
-            except safetensors.SafetensorError as error:
-                raise CastoffError(f"{self._directory / self._files[name]}: cannot read {name}: {error}") from None
-            if tuple(found.get_shape()) != shape:
-                raise CastoffError(
-                    f"{self._directory}: {name} has shape {list(found.get_shape())}, the config asks for {list(shape)}"
-                )
-            if found.get_dtype() not in ("BF16", "F16", "F32", "F64"):
-                raise CastoffError(
-                    f"{self._directory}: {name} is stored as {found.get_dtype()}; unquantised weights are read from "
-                    "BF16, F16, F32 or F64"
-                )
+        for piece in wanted.values():
+            scales = self._checked(piece, QUANTIZED_DTYPES[quant.action] if quant is not None else None)
+            if scales is not None:
+                self._scales[piece.name] = scales
+
+    def _checked(self, piece: Piece, quantized: str | None) -> Piece | None:
+        """Check a tensor and the scales beside it; returns the scales, None for a plain tensor."""
+        dtype, shape = self.header(piece.name)
+        if shape != piece.shape:
+            raise self._fault(piece, f"has shape {list(shape)}, the config asks for {list(piece.shape)}")
+        if dtype in PLAIN_DTYPES:
+            scales = None
+        elif dtype == quantized and piece.quantizable:
+            scales = self._checked_scales(piece, dtype)
+        elif dtype in SCALE_SUFFIXES and not piece.quantizable:
+            raise self._fault(piece, f"is stored as {dtype}, but it is never quantised: BF16, F16, F32 or F64 is read")
+        else:
+            kinds = "unquantised weights are read from" if quantized is None else f"weights are read from {quantized},"
+            raise self._fault(piece, f"is stored as {dtype}; {kinds} BF16, F16, F32 or F64")
+        for suffix in SCALE_SUFFIXES.values():
+            name = piece.name + suffix
+            if name in self._files and (scales is None or name != scales.name):
+                raise self._fault(piece, f"is stored as {dtype}, but {name} stands beside it")
+        return scales
+
+    def _checked_scales(self, piece: Piece, dtype: str) -> Piece:
+        name = piece.name + SCALE_SUFFIXES[dtype]
+        if name not in self._files:
+            raise self._fault(piece, f"is stored as {dtype}, but its scales {name} are missing from the checkpoint")
+        found, shape = self.header(name)
+        allowed = scale_shapes(piece, dtype)
+        if shape not in allowed:
+            wanted = " or ".join(str(list(shape)) for shape in allowed)
+            raise self._fault(
+                piece, f"needs scales of shape {wanted} for its shape {list(piece.shape)}; {name} has {list(shape)}"
+            )
+        if found not in SCALE_DTYPES:
+            raise self._fault(piece, f"has scales {name} stored as {found}; they are read from F32 or BF16")
+        return Piece(name, shape)
+
+    def _fault(self, piece: Piece, problem: str) -> CastoffError:
+        return CastoffError(f"{self._directory}: {piece.name} {problem}")
 
 
 def _names(names: list[str]) -> str:
@@ -163,7 +219,7 @@ def _is_known_extra(name: str, model: ModelSpec) -> bool:
 
 
 def _file_of_tensor(directory: Path) -> dict[str, str]:
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX_FILE
     single = directory / "model.safetensors"
     if index.exists():
         try:
@@ -173,7 +229,7 @@ def _file_of_tensor(directory: Path) -> dict[str, str]:
         return files
     if not single.exists():
         raise CastoffError(
-            f"{directory} has no weights: neither model.safetensors nor model.safetensors.index.json; "
+            f"{directory} has no weights: neither model.safetensors nor {INDEX_FILE}; "
             "--random-weights SEED runs without any"
         )
     try:
@@ -189,7 +245,7 @@ def model_pieces(model: ModelSpec, *, mtp: bool) -> Iterator[Piece]:
         if name == "lm_head" and model.tie_word_embeddings:
             continue
         yield from (piece for pieces in checkpoint_pieces(parameter, "") for piece in pieces)
-    for layer in range(model.num_hidden_layers + (1 if mtp else 0)):
+    for layer in range(model.num_hidden_layers + (model.num_nextn_predict_layers if mtp else 0)):
         for parameter in layer_parameters(model, layer):
             for pieces in checkpoint_pieces(parameter, f"model.layers.{layer}."):
                 yield from pieces
@@ -201,16 +257,25 @@ class RandomTensors:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def read(self, piece: Piece) -> Tensor:
-        """A tensor that depends on nothing but seed, name and shape; it is drawn whole, whatever the window."""
+    def scales(self, piece: Piece) -> Piece | None:
+        """None: all are plain."""
+        return None
+
+    def read(self, piece: Piece, part: Part = WHOLE) -> Tensor:
+        """A tensor that depends on nothing but seed, name and shape, or part of it."""
+        rows, columns = (slice(*(extent or (None,))) for extent in (part.rows, part.columns))
+        whole = self._whole(piece)
+        return whole[rows, columns] if whole.dim() > 1 else whole[rows]
+
+    def _whole(self, piece: Piece) -> Tensor:
         if len(piece.shape) == 1 and piece.name.endswith("norm.weight"):
-            return torch.ones(piece.shape)[piece.slices]
+            return torch.ones(piece.shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {piece.name}".encode()))
-        return torch.empty(piece.shape).normal_(std=INITIALIZER_RANGE, generator=generator)[piece.slices]
+        return torch.empty(piece.shape).normal_(std=INITIALIZER_RANGE, generator=generator)
 
 
 class LoadedWeights:
-    """Weights of one rank as torch tensors, unquantised, read once."""
+    """Weights of one rank as torch tensors in the formats of the setup, read once."""
 
     def __init__(
         self, setup: Setup, source: TensorSource, *, dtype: Tensor, device: Tensor,
@@ -218,8 +283,7 @@ class LoadedWeights:
     ) -> None:  # fmt: skip
         model = setup.model
         layers = model.num_hidden_layers + (1 if setup.mtp.num_mtp_tokens else 0)
-        self._dtype, self._device, self._source = dtype, device, source
-        self._mesh = setup.mesh
+        self._setup, self._dtype, self._device, self._source = setup, dtype, device, source
         progress("embedding and head")
         outer = outer_parameters(model)
         tied = model.tie_word_embeddings
@@ -249,24 +313,43 @@ class LoadedWeights:
         """Bytes of all weights."""
         weights = [weight for held in (self._outer, *self._layers) for weight in held.values()]
         # A tied head is the embedding.
-        return sum({weight.values.data_ptr(): weight.values.nbytes for weight in weights}.values())
+        tensors = [held for weight in weights for held in (weight.values, weight.scales) if held is not None]
+        return sum({held.data_ptr(): held.nbytes for held in tensors}.values())
 
     def _tied_head(self, embedding: Parameter, head: Parameter) -> Weight:
         """The embedding as lm_head: the same tensor, unless the two are cut otherwise."""
-        if rank_cuts(embedding, self._mesh) == rank_cuts(head, self._mesh):
+        mesh = self._setup.mesh
+        if rank_cuts(embedding, mesh) == rank_cuts(head, mesh):
             return self._outer["embed_tokens"]
-        return self._load(replace(head, name=embedding.name), "", rank_cuts(head, self._mesh))
+        return self._load(replace(head, name=embedding.name), "", rank_cuts(head, mesh))
 
     def _load(self, parameter: Parameter, prefix: str, cuts: tuple[Cut, ...] | None = None) -> Weight:
-        cuts = rank_cuts(parameter, self._mesh) if cuts is None else cuts
+        cuts = rank_cuts(parameter, self._setup.mesh) if cuts is None else cuts
+        shape, stacked = held_shape(parameter.shape, cuts), rank_parts(parameter, prefix, cuts)
+        form = parameter_format(self._setup, parameter)
+        if form is not None and form.has_scales:
+            return self._load_quantized(shape, stacked, form)
         # The router's choice is made at no less than fp32.
         wide = torch.promote_types(self._dtype, torch.float32)
         dtype = wide if parameter.role == "router" else self._dtype
-        held = torch.empty(held_shape(parameter.shape, cuts), dtype=dtype, device=self._device)
-        for index, pieces in enumerate(rank_pieces(parameter, prefix, cuts)):
-            target, start = held[index] if len(parameter.shape) == 3 else held, 0
-            for piece in pieces:
-                values = self._source.read(piece)
+        held = torch.empty(shape, dtype=dtype, device=self._device)
+        for index, parts in enumerate(stacked):
+            target, start = held[index] if len(shape) == 3 else held, 0
+            for piece, part in parts:
+                values = read_plain(self._source, piece, part)
                 target[start : start + values.shape[0]].copy_(values)
                 start += values.shape[0]
         return Weight(held)
+
+    def _load_quantized(
+        self, shape: tuple[int, ...], stacked: list[list[tuple[Piece, Part]]], form: LinearFormat
+    ) -> Weight:
+        scales_shape = (*shape[:-2], *form.weight_scales(shape[-2], shape[-1]))
+        values = torch.empty(shape, dtype=torch_dtype(form.weight_dtype), device=self._device)
+        scales = torch.empty(scales_shape, dtype=torch_dtype(form.scale_dtype), device=self._device)
+        for index, parts in enumerate(stacked):
+            at = index if len(shape) == 3 else slice(None)
+            read_values, read_scales = read_quantized(self._source, parts, form)
+            values[at].copy_(read_values)
+            scales[at].copy_(read_scales)
+        return Weight(values, scales, form)

@@ -15,7 +15,7 @@ import lazy_loader as lazy
 
 from castoff.errors import CastoffError, CastoffWarning
 from castoff.model.setup import Setup, resolve_setup
-from castoff.runtime.checkpoint import Checkpoint, LoadedWeights, RandomTensors, TensorSource
+from castoff.runtime.checkpoint import Checkpoint, LoadedWeights, RandomTensors
 from castoff.runtime.distributed import RunParallel, World, for_rank, joined
 from castoff.runtime.engine import Engine, StaticShapes
 from castoff.runtime.lockstep import LockstepEngine
@@ -24,9 +24,11 @@ from castoff.runtime.options import RunOptions, check_options
 from castoff.runtime.prompts import load_tokenizer, read_prompts
 from castoff.runtime.report import Memory, RunReport
 from castoff.runtime.scheduler import Request, Scheduler
+from castoff.runtime.stored import TensorSource
 from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
 from castoff.spec.model import ModelSpec, load_model
+from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Mtp, Parallel, Quant, Scenario
 
 torch = lazy.load("torch")
@@ -89,13 +91,18 @@ def _run(
 
 def _setup(spec: ModelSpec, options: RunOptions, parallel: Parallel) -> Setup:
     quant = Quant(
-        quantize_linear_action=options.quantize_linear_action or "DISABLED",
+        quantize_linear_action=options.quantize_linear_action or default_action(spec),
         quantize_attention_action=options.quantize_attention_action,
     )
     scenario = Scenario(parallel=parallel, quant=quant, mtp=Mtp(num_mtp_tokens=options.num_mtp_tokens))
     setup = resolve_setup(spec, load_device(_CHECKED_AGAINST), load_backend("nvidia"), scenario, "decode")
     # Rows travel between ranks as the router leaves them.
     return replace(setup, quantized_dispatch=False)
+
+
+def default_action(spec: ModelSpec) -> LinearAction:
+    """The format in which a checkpoint's linear layers run: the one in which they are stored."""
+    return spec.checkpoint_quant.action if spec.checkpoint_quant is not None else "DISABLED"
 
 
 def _weights(model: str, setup: Setup, options: RunOptions, progress: Callable[[str], None]) -> LoadedWeights:

@@ -97,17 +97,26 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointQuant:
-    """How the checkpoint's own weights are quantised (`quantization_config`)."""
+    """How the checkpoint's own weights are quantised (`quantization_config`).
+
+    weight_block_size: outputs and inputs that share a scale; None for a scale per output.
+    """
 
     quant_method: str
     fmt: str
     activation_scheme: str
-    weight_block_size: tuple[int, int]
+    weight_block_size: tuple[int, int] | None
     scale_fmt: str | None
     modules_to_not_convert: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        _require(min(self.weight_block_size) > 0, f"weight_block_size must be positive, not {self.weight_block_size}")
+        block = self.weight_block_size
+        _require(block is None or min(block) > 0, f"weight_block_size must be positive, not {block}")
+
+    @property
+    def action(self) -> Literal["FP8", "W8A8_DYNAMIC"]:
+        """The `--quantize-linear-action` that the checkpoint is stored for."""
+        return "FP8" if self.quant_method == "fp8" else "W8A8_DYNAMIC"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

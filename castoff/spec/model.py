@@ -21,6 +21,7 @@ from castoff.spec.architecture import (
     RopeSpec,
     RopeType,
 )
+from castoff.spec.checkpoint_quant import read_checkpoint_quant
 from castoff.spec.hf_config import HfConfig, shown
 from castoff.spec.model_files import ALIASES, find_config, shipped_models
 
@@ -91,11 +92,6 @@ _KNOWN = _USED | _IRRELEVANT | _INDEXER_KEYS | _GLM_ONLY | _FIXED.keys()
 _KNOWN_ROPE = frozenset(
     """
     beta_fast beta_slow factor mscale mscale_all_dim original_max_position_embeddings rope_theta rope_type type
-    """.split()
-)
-_KNOWN_QUANT = frozenset(
-    """
-    activation_scheme dequantize fmt modules_to_not_convert quant_method scale_fmt weight_block_size
     """.split()
 )
 
@@ -239,7 +235,7 @@ def _read_decoder(
         max_position_embeddings=raw.integer("max_position_embeddings"),
         tie_word_embeddings=raw.boolean("tie_word_embeddings"),
         dtype=raw.text(raw.one_spelling("dtype", "torch_dtype"), allowed=_DTYPES),
-        checkpoint_quant=_read_checkpoint_quant(raw) if raw.has("quantization_config") else None,
+        checkpoint_quant=read_checkpoint_quant(raw) if raw.has("quantization_config") else None,
         eos_token_ids=_read_eos_token_ids(raw),
     )
 
@@ -350,31 +346,6 @@ def _read_rope(raw: HfConfig) -> RopeSpec:
         beta_slow=rope.number("beta_slow", default=1.0),
         mscale=rope.number("mscale", default=1.0, zero_is_allowed=True),
         mscale_all_dim=rope.number("mscale_all_dim", default=0.0, zero_is_allowed=True),
-    )
-
-
-def _read_checkpoint_quant(raw: HfConfig) -> CheckpointQuant:
-    quant = raw.section("quantization_config")
-    method = quant.text("quant_method")
-    if method != "fp8":
-        raise quant.error(
-            "quant_method",
-            f"is {shown(method)}; only fp8 checkpoints are read. To predict another quantisation, take the "
-            "unquantised model's config and choose it with --quantize-linear-action",
-        )
-    quant.warn_about_unknown(_KNOWN_QUANT)
-    block = quant.integers("weight_block_size")
-    if len(block) != 2:
-        raise quant.error("weight_block_size", f"must be two integers, not {shown(block)}")
-    return raw.build(
-        CheckpointQuant,
-        quant_method=method,
-        # The only FP8 weight format of the published checkpoints; transformers does not write the key.
-        fmt=quant.text("fmt", allowed=("e4m3",), default="e4m3"),
-        activation_scheme=quant.text("activation_scheme", allowed=("dynamic", "static")),
-        weight_block_size=block,
-        scale_fmt=quant.text("scale_fmt") if quant.has("scale_fmt") else None,
-        modules_to_not_convert=(quant.strings("modules_to_not_convert") if quant.has("modules_to_not_convert") else ()),
     )
 
 

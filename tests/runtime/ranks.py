@@ -16,10 +16,11 @@ from castoff.model.setup import resolve_setup
 from castoff.ops import collectives
 from castoff.ops.linear import Weight
 from castoff.ops.tokens import embedding
-from castoff.runtime.checkpoint import Checkpoint, LoadedWeights, Piece
+from castoff.runtime.checkpoint import Checkpoint, LoadedWeights
 from castoff.runtime.distributed import RunParallel, World, for_rank, joined
 from castoff.runtime.engine import Engine, Rows
 from castoff.runtime.lockstep import LockstepEngine
+from castoff.runtime.stored import WHOLE, Part, Piece
 from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
 from castoff.spec.mesh import Group, Process
@@ -39,8 +40,11 @@ class Watched:
     checkpoint: Checkpoint
     pieces: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
-    def read(self, piece: Piece) -> Any:
-        values = self.checkpoint.read(piece)
+    def scales(self, piece: Piece) -> Piece | None:
+        return self.checkpoint.scales(piece)
+
+    def read(self, piece: Piece, part: Part = WHOLE) -> Any:
+        values = self.checkpoint.read(piece, part)
         self.pieces.append((piece.name, tuple(values.shape)))
         return values
 

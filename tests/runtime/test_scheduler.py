@@ -8,10 +8,11 @@ import pytest
 from castoff.errors import CastoffError
 from castoff.model.decoder import PassOutput
 from castoff.model.setup import resolve_setup
-from castoff.runtime.checkpoint import LoadedWeights, Piece, RandomTensors
+from castoff.runtime.checkpoint import LoadedWeights, RandomTensors
 from castoff.runtime.engine import Engine, Rows
 from castoff.runtime.sampling import Sampling
 from castoff.runtime.scheduler import Request, Result, Scheduler, Statistics
+from castoff.runtime.stored import WHOLE, Part, Piece
 from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
 from castoff.spec.model import ModelSpec, read_model
@@ -42,8 +43,8 @@ def spec_of(vocabulary: int) -> ModelSpec:
 class Wide(RandomTensors):
     """Random tensors so wide that small models tell tokens apart."""
 
-    def read(self, piece: Piece) -> torch.Tensor:
-        tensor = super().read(piece)
+    def read(self, piece: Piece, part: Part = WHOLE) -> torch.Tensor:
+        tensor = super().read(piece, part)
         return tensor * 10 if tensor.dim() > 1 else tensor
 
 

@@ -199,9 +199,9 @@ def engine(
     return Engine(setup, weights, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype, device=cpu)
 
 
-def setup_of(spec: ModelSpec, *, mtp_tokens: int = 0) -> Any:
-    """The structure of an unquantised run on one rank."""
-    scenario = Scenario(quant=Quant(quantize_linear_action="DISABLED"), mtp=Mtp(num_mtp_tokens=mtp_tokens))
+def setup_of(spec: ModelSpec, *, mtp_tokens: int = 0, action: Any = "DISABLED") -> Any:
+    """The structure of a run on one rank, unquantised unless told."""
+    scenario = Scenario(quant=Quant(quantize_linear_action=action), mtp=Mtp(num_mtp_tokens=mtp_tokens))
     return resolve_setup(spec, load_device("h200_sxm"), load_backend("nvidia"), scenario, "decode")
 
 

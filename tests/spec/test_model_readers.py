@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from castoff.errors import CastoffError, CastoffWarning
+from castoff.spec.checkpoint_quant import quantization_config
 from castoff.spec.model import load_model, raw_config
 from tests.spec.configs import Config, read, refused
 
@@ -268,7 +269,7 @@ class TestCheckpointQuant:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            ({"quant_method": "compressed-tensors"}, 'quant_method is "compressed-tensors"; only fp8'),
+            ({"quant_method": "awq"}, 'quant_method is "awq"; only fp8 and compressed-tensors'),
             ({"quant_method": None}, "quantization_config.quant_method is null"),
             ({"fmt": "e5m2"}, 'quantization_config.fmt is "e5m2"; supported: e4m3'),
             ({"activation_scheme": "none"}, "quantization_config.activation_scheme is"),
@@ -292,8 +293,109 @@ class TestCheckpointQuant:
         assert quant is not None
         assert (quant.fmt, quant.scale_fmt, quant.modules_to_not_convert) == ("e4m3", None, ())
 
+    def test_action(self, deepseek: Config) -> None:
+        quant = read(deepseek).checkpoint_quant
+        assert quant is not None
+        assert quant.action == "FP8"
+
     def test_must_be_an_object(self, deepseek: Config) -> None:
         assert "quantization_config must be an object" in refused(deepseek | {"quantization_config": "fp8"})
+
+
+class TestCompressedTensors:
+    """INT8 W8A8 as llm-compressor exports it, and nothing else."""
+
+    @pytest.fixture
+    def quant(self) -> Config:
+        common = {
+            "actorder": None, "block_structure": None, "group_size": None, "num_bits": 8, "observer_kwargs": {},
+            "symmetric": True, "type": "int",
+        }  # fmt: skip
+        group = {
+            "input_activations": {**common, "dynamic": True, "observer": None, "strategy": "token"},
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {**common, "dynamic": False, "observer": "minmax", "strategy": "channel"},
+        }
+        return {
+            "config_groups": {"group_0": group},
+            "format": "int-quantized",
+            "global_compression_ratio": 1.5,
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "sparsity_config": {},
+            "version": "0.12.2",
+        }
+
+    def test_read(self, glm: Config, quant: Config) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = read(glm | {"quantization_config": quant}).checkpoint_quant
+        assert found is not None
+        assert (found.action, found.quant_method, found.fmt) == ("W8A8_DYNAMIC", "compressed-tensors", "int-quantized")
+        assert (found.weight_block_size, found.modules_to_not_convert) == (None, ("lm_head",))
+
+    def test_other_spellings(self, glm: Config, quant: Config) -> None:
+        expected = read(glm | {"quantization_config": quant})
+        quant["sparsity_config"] = {"format": "dense", "global_sparsity": 0.1, "ignore": []}
+        quant["transform_config"] = {}
+        quant["config_groups"]["group_0"]["format"] = "int-quantized"
+        del quant["global_compression_ratio"], quant["version"], quant["kv_cache_scheme"]
+        assert read(glm | {"quantization_config": quant}) == expected
+
+    @pytest.mark.parametrize("action", ["FP8", "W8A8_DYNAMIC"])
+    def test_what_is_written_is_read(self, glm: Config, action: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = read(glm | {"quantization_config": quantization_config(action, ["lm_head"])}).checkpoint_quant
+        assert found is not None
+        assert (found.action, found.modules_to_not_convert) == (action, ("lm_head",))
+
+    @pytest.mark.parametrize(
+        ("path", "value"),
+        [
+            ("format", "pack-quantized"),
+            ("format", None),
+            ("kv_cache_scheme", {"num_bits": 8}),
+            ("sparsity_config", {"format": "sparse-24-bitmask"}),
+            ("transform_config", {"config_groups": {"R1": {}}}),
+            ("config_groups", {}),
+            ("config_groups", {"group_0": {}, "group_1": {}}),
+            ("config_groups", {"group_0": {}}),
+            ("config_groups.group_0.targets", ["re:.*experts.*"]),
+            ("config_groups.group_0.targets", None),
+            ("config_groups.group_0.format", "float-quantized"),
+            ("config_groups.group_0.weights", None),
+            ("config_groups.group_0.weights.num_bits", 4),
+            ("config_groups.group_0.weights.num_bits", "8"),
+            ("config_groups.group_0.weights.type", "float"),
+            ("config_groups.group_0.weights.strategy", "group"),
+            ("config_groups.group_0.weights.group_size", 128),
+            ("config_groups.group_0.weights.block_structure", [128, 128]),
+            ("config_groups.group_0.weights.symmetric", False),
+            ("config_groups.group_0.weights.dynamic", True),
+            ("config_groups.group_0.input_activations", None),
+            ("config_groups.group_0.input_activations.num_bits", 16),
+            ("config_groups.group_0.input_activations.strategy", "tensor"),
+            ("config_groups.group_0.input_activations.symmetric", 1),
+            ("config_groups.group_0.input_activations.dynamic", False),
+            ("config_groups.group_0.input_activations.dynamic", "local"),
+            ("config_groups.group_0.output_activations", {"num_bits": 8}),
+            ("ignore", [3]),
+            ("ignore", "lm_head"),
+        ],
+    )
+    def test_anything_else_is_refused(self, glm: Config, quant: Config, path: str, value: object) -> None:
+        *sections, key = path.split(".")
+        section = quant
+        for name in sections:
+            section = section[name]
+        section[key] = value
+        message = refused(glm | {"quantization_config": quant})
+        assert f"quantization_config.{path}" in message
+        assert "\n" not in message
 
 
 @pytest.mark.filterwarnings("ignore::castoff.errors.CastoffWarning")
