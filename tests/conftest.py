@@ -10,6 +10,9 @@ from hypothesis import HealthCheck, settings
 REPOSITORY = Path(__file__).parent.parent
 SHARED_DATA_VARIABLE = "CASTOFF_SHARED_DATA"
 
+# Tests run side by side, on matrices that gain nothing from several threads. torch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The same examples on every machine, and nothing that depends on how fast that machine is.
 settings.register_profile(
     "castoff",

@@ -191,3 +191,42 @@ def test_compare_with_the_wrong_file(capsys: Capture, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"ops": []}')
     assert exit_status("compare", str(tmp_path / "other.json"), str(tmp_path / "missing.json")) == 2
     assert "lists no op times" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("linear", ["DISABLED", "W8A8_DYNAMIC", "W8A16_STATIC", "FP8"])
+@pytest.mark.parametrize("attention", ["DISABLED", "INT8", "FP8"])
+def test_number_formats(capsys: Capture, tmp_path: Path, linear: str, attention: str) -> None:
+    """Smaller weights and caches; the same seed of weights, so tokens may differ, and there are as many."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "kv_lora_rank": 128, "num_nextn_predict_layers": 1}))
+    arguments = [*run_of(str(tmp_path)), "--random-prompts", "2x20", "--num-mtp-tokens", "2", "--json", "-"]
+    formats = ["--quantize-linear-action", linear, "--quantize-attention-action", attention]
+    reports = []
+    for more in ([], formats):
+        assert exit_status(*arguments, *more) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    plain, own = reports
+    assert [len(tokens) for tokens in own["tokens"]] == [6, 6]
+    names = {op["name"] for op in own["ops"]}
+    assert ("linear_quant" in names) == (linear != "DISABLED")
+    assert ("multihead_latent_attention_quant" in names) == (attention != "DISABLED")
+    memory = [report["memory"] for report in reports]
+    assert (memory[1]["weights_bytes"] < memory[0]["weights_bytes"]) == (linear != "DISABLED")
+    assert (memory[1]["cache_bytes"] < memory[0]["cache_bytes"]) == (attention != "DISABLED")
+    if linear == attention == "DISABLED":
+        assert own["tokens"] == plain["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--quantize-linear-action", "W4A8_STATIC"], "can be cast, and cannot be run; choose among DISABLED"),
+        (["--quantize-attention-action", "INT8"], "does not divide kv_lora_rank 16"),
+        (["--graph", "cudagraph"], "--graph cudagraph needs --device cuda"),
+        (["--graph", "fast"], "--graph"),
+    ],
+)
+def test_formats_and_graphs_that_cannot_run(capsys: Capture, model: str, flags: list[str], says: str) -> None:
+    assert exit_status(*run_of(model), "--random-prompts", "1x5", *flags) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1

@@ -16,7 +16,19 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from castoff.ops import attention, collectives, dsa_indexer, library, linear, mlapo, moe, norm, table, tokens  # noqa: E402
+from castoff.ops import (  # noqa: E402
+    attention,
+    cache_rows,
+    collectives,
+    dsa_indexer,
+    library,
+    linear,
+    mlapo,
+    moe,
+    norm,
+    table,
+    tokens,
+)
 from castoff.ops.attention import AttentionSizes  # noqa: E402
 from castoff.ops.dsa_indexer import IndexerSizes, IndexerWeights  # noqa: E402
 from castoff.ops.lengths import Lengths  # noqa: E402
@@ -24,7 +36,7 @@ from castoff.ops.linear import Weight  # noqa: E402
 from castoff.ops.mlapo import MlapoSizes, MlapoWeights  # noqa: E402
 from castoff.ops.program import Abstract, Op, Recorder, call_registered, dtype_name  # noqa: E402
 from castoff.ops.quantization import quantize_activations, quantize_weight  # noqa: E402
-from castoff.spec.quant import CacheFormat, LinearAction, linear_format  # noqa: E402
+from castoff.spec.quant import AttentionAction, CacheFormat, LinearAction, linear_format  # noqa: E402
 from castoff.spec.scenario import RequestClass  # noqa: E402
 
 T, D, Q, R, P, N, V, H = 6, 12, 10, 16, 8, 5, 7, 3
@@ -586,6 +598,37 @@ def test_attention_against_expanded_keys_and_values(sparse: bool) -> None:
                 values.append(expanded[N:])
             weights = torch.stack(scores).softmax(dim=0)
             torch.testing.assert_close(out_THV[token, head], weights @ torch.stack(values))
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("action", ["INT8", "FP8"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("topk", [3, None])
+def test_attention_over_quantised_rows_is_that_over_the_numbers_they_stand_for(
+    action: AttentionAction, phase: str, topk: int | None
+) -> None:
+    rank = 256
+    form = CacheFormat(action, rank + 4 * (rank // 128) + 2 * P, 16, {"INT8": 2, "FP8": 4}[action], action.lower())
+    own = batch([9, 6], 2)
+    latent, key = rand(own.blocks, BLOCK_TOKENS, rank), rand(own.blocks, BLOCK_TOKENS, P, seed=1)
+    stored = cache_rows.latent_rows(latent, key, form)
+    numbers = cache_rows.latent_values(stored, rank, form, torch.float64)
+    q_THX, kv_b = rand(own.tokens, H, N + P), Weight(rand(H * (N + V), rank))
+    sizes = AttentionSizes(H, N, P, rank, V, form, 0.3, topk)
+    chosen = None if topk is None else ids(own.tokens, topk, below=6)
+    (over_rows,), (over_numbers,) = (
+        attention.multihead_latent_attention(
+            q_THX, cache, chosen, own.block_tables, own.lengths_B, kv_b, given, None, phase=phase,
+            quantized=given.cache.action != "DISABLED",
+        )
+        for cache, given in ((stored, sizes), (numbers, replace(sizes, cache=CACHE)))
+    )  # fmt: skip
+    assert torch.equal(over_rows, over_numbers)
+    exact = attention.multihead_latent_attention(
+        q_THX, torch.cat([latent, key], -1), chosen, own.block_tables, own.lengths_B, kv_b,
+        replace(sizes, cache=CACHE), None, phase=phase, quantized=False,
+    )[0]  # fmt: skip
+    assert (over_rows - exact).norm() <= {"INT8": 0.05, "FP8": 0.15}[action] * exact.norm()
 
 
 def test_attention_is_causal() -> None:

@@ -1113,7 +1113,7 @@ class TestCollectives:
 
         def unfused() -> None:
             mine = bench.activations(local_rows, s.D, action)
-            collectives.on_values(lambda rows: collectives.all_to_all(rows, group, shape=(local_rows, s.D)), x)
+            collectives.on_parts(lambda rows: collectives.all_to_all(rows, group, shape=(local_rows, s.D)), x)
             counts = bench.x(s.E, dtype="int32")
             hidden = moe.grouped_matmul_swiglu(mine, gate_up, counts, s.touched)
             out = moe.grouped_matmul(hidden, down, counts, s.touched)
