@@ -1,10 +1,11 @@
 """How long castoff's reference decoder takes on CPU beside transformers' (SDPA): GLM-5.2 cut to 4 layers, 8 experts.
 
     python benchmarks/bench_run.py --which castoff --dtype float32 --context 512
-    python benchmarks/bench_run.py --which transformers --dtype float32 --context 512
+    python benchmarks/bench_run.py --which transformers --dtype float32 --context 16384
 
-One process each, so that neither has the other's memory. Prints seconds of one prefill of `context` tokens and of one
-decode step behind it, the median of several, and appends them to benchmarks/run.csv.
+One process each, so that neither has the other's memory. Measures one prefill chunk, the last 512 tokens of the context
+behind caches of random rows, and one decode step behind it: the median of several, appended to benchmarks/run.csv with
+the most memory that the process had.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import csv
 import os
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -30,18 +32,23 @@ from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
 from castoff.spec.model import raw_config, read_model
 
-COLUMNS = ("date", "machine", "torch", "which", "dtype", "context", "prefill_s", "decode_s", "repeats")
+COLUMNS = ("date", "machine", "torch", "which", "dtype", "context", "prefill_s", "decode_s", "repeats", "peak_gib")
 LAYERS, EXPERTS = 4, 8
+CHUNK_TOKENS = 512
 
 
 class Cheap:
-    """Small random values: their numbers do not change the time."""
+    """One row of small random values over and over: the numbers do not change the time."""
 
     def scales(self, piece: Piece) -> None:
         return None
 
     def read(self, piece: Piece, part: Part = WHOLE) -> torch.Tensor:
-        return torch.empty(piece.shape).uniform_(-0.02, 0.02)
+        return random_row(piece.shape[-1]).expand(piece.shape)
+
+
+def random_row(width: int) -> torch.Tensor:
+    return torch.empty(width).uniform_(-0.02, 0.02)
 
 
 def config() -> dict[str, object]:
@@ -59,26 +66,41 @@ def castoff_steps(dtype: torch.dtype, context: int) -> tuple[Callable[[], object
     weights = LoadedWeights(setup, Cheap(), dtype=dtype, device=cpu)
     engine = Engine(setup, weights, num_blocks=context // 128 + 2, block_tokens=128, dtype=dtype, device=cpu)
     engine.pool.grow(0, context + 1)
+    for layer in range(LAYERS):
+        engine.caches.latent(layer).normal_()
+        if spec.indexer_types[layer] == "full":
+            engine.caches.indexer(layer).normal_()
     ids = torch.randint(1, 1000, (1, context + 1))
+    start = max(context - CHUNK_TOKENS, 0)
     return (
-        lambda: engine.forward(ids[:, :context], Rows([0], [context]), prefill=True, last=True),
+        lambda: engine.forward(ids[:, start:context], Rows([0], [context]), prefill=True, last=True),
         lambda: engine.forward(ids[:, context:], Rows([0], [context + 1]), prefill=False, last=True),
     )
 
 
 def transformers_steps(dtype: torch.dtype, context: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+    from transformers import DynamicCache, GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
     with torch.device("meta"):
         model = GlmMoeDsaForCausalLM._from_config(GlmMoeDsaConfig(**config()), attn_implementation="sdpa", dtype=dtype)
     model = model.to_empty(device="cpu").eval()
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.uniform_(-0.02, 0.02)
+        tensor.data.copy_(random_row(tensor.shape[-1]))
     ids = torch.randint(1, 1000, (1, context + 1))
+    start = max(context - CHUNK_TOKENS, 0)
     state: dict[str, object] = {}
 
+    def filled() -> DynamicCache:
+        cache, hf = DynamicCache(config=model.config), model.config
+        for layer in range(LAYERS if start else 0):
+            latent, key = torch.randn(1, 1, start, hf.kv_lora_rank), torch.randn(1, 1, start, hf.qk_rope_head_dim)
+            cache.update(latent.to(dtype), key.to(dtype), layer)
+            if hf.indexer_types[layer] == "full":
+                cache.update_indexer(torch.randn(1, start, hf.index_head_dim, dtype=dtype), layer)
+        return cache
+
     def prefill() -> None:
-        state["cache"] = model(ids[:, :context], use_cache=True, logits_to_keep=1).cache
+        state["cache"] = model(ids[:, start:context], cache=filled(), use_cache=True, logits_to_keep=1).cache
 
     def decode() -> None:
         # The cache grows by one token a call.
@@ -111,6 +133,7 @@ def main() -> None:
     row = (
         datetime.now(UTC).date().isoformat(), f"{platform.machine()}, {os.cpu_count()} cores", torch.__version__,
         options.which, options.dtype, options.context, f"{prefill_s:.4f}", f"{decode_s:.4f}", options.repeats,
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f}",
     )  # fmt: skip
     is_new = not options.output.exists()
     with options.output.open("a", newline="") as file:
