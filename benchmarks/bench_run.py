@@ -24,12 +24,10 @@ from pathlib import Path
 import torch
 
 from castoff import Mtp, Quant, Scenario
-from castoff.model.setup import resolve_setup
 from castoff.runtime.checkpoint import LoadedWeights
 from castoff.runtime.engine import Engine, Rows
 from castoff.runtime.stored import WHOLE, Part, Piece
-from castoff.spec.backend import load_backend
-from castoff.spec.device import load_device
+from castoff.runtime.structure import run_setup
 from castoff.spec.model import raw_config, read_model
 
 COLUMNS = ("date", "machine", "torch", "which", "dtype", "context", "prefill_s", "decode_s", "repeats", "peak_gib")
@@ -61,7 +59,7 @@ def config() -> dict[str, object]:
 def castoff_steps(dtype: torch.dtype, context: int) -> tuple[Callable[[], object], Callable[[], object]]:
     spec = read_model(config(), name="GLM-5.2 cut", source="benchmark")
     scenario = Scenario(quant=Quant(quantize_linear_action="DISABLED"), mtp=Mtp())
-    setup = resolve_setup(spec, load_device("h200_sxm"), load_backend("nvidia"), scenario, "decode")
+    setup = run_setup(spec, scenario)
     cpu = torch.device("cpu")
     weights = LoadedWeights(setup, Cheap(), dtype=dtype, device=cpu)
     engine = Engine(setup, weights, num_blocks=context // 128 + 2, block_tokens=128, dtype=dtype, device=cpu)

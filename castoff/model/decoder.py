@@ -113,7 +113,10 @@ class Decoder:
         self._outer = weights.outer()
 
     def main_pass(self, inputs: StepInputs, *, last: bool) -> PassOutput:
-        """All layers and the head. last: sample one token per request, after its last token, not one per token."""
+        """All layers and the head.
+
+        last: sample one token per request (see `StepInputs.sampled_B`), not one per token.
+        """
         setup, block = self._setup, self._runner.block
         (x_TD,) = block("embedding", "embedding", lambda ids_T: (self._embed(ids_T),), inputs.ids_T)
         residual_TD: Tensor | None = None
@@ -217,7 +220,7 @@ class Decoder:
             hidden_TD = rms_norm(add(x_TD, residual_TD), norm, eps)
         if setup.sequence_parallel:
             hidden_TD = join_tokens(hidden_TD, setup.mesh.tp, inputs.tokens)
-        rows_TD = select_rows(hidden_TD, inputs.requests) if last else hidden_TD
+        rows_TD = select_rows(hidden_TD, inputs.requests, inputs.sampled_B) if last else hidden_TD
         return (hidden_TD, *logits_and_sample(setup, self._outer["lm_head"], rows_TD))
 
     def _embed(self, ids_T: Tensor, *, split: bool = True) -> Tensor:

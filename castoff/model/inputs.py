@@ -20,6 +20,7 @@ class StepInputs:
     Requests bring equally many tokens each where the tensors are real: T = B · S, the S last tokens of every request.
     longest: tokens of the longest request after the step, or more where the shapes must not follow the lengths.
     lengths: what a cast needs; None where the tensors are real.
+    sampled_B: which of its S tokens each request is sampled after, where only one is; None takes the last.
     busy_ranks: tokens of all attention-DP ranks over those of this one.
     """
 
@@ -32,6 +33,7 @@ class StepInputs:
     longest: Dim
     lengths: Lengths | None
     busy_ranks: Dim = 1
+    sampled_B: Tensor | None = None
 
     @property
     def tokens(self) -> Dim:

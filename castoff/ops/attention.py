@@ -199,10 +199,10 @@ def selected_positions(topk_BSK: Tensor, columns: int) -> Tensor:
     return chosen.scatter_(-1, ids, True)[..., :columns]
 
 
-SPARSE = Op("multihead_latent_attention", "sparse_attention", _shapes, _work, _reference)
-SPARSE_QUANT = Op("multihead_latent_attention_quant", "sparse_attention", _shapes, _work, _reference)
-DENSE = Op("multihead_latent_attention", "dense_attention", _shapes, _work, _reference)
-DENSE_QUANT = Op("multihead_latent_attention_quant", "dense_attention", _shapes, _work, _reference)
+SPARSE = Op("multihead_latent_attention", "sparse_attention", _shapes, _work, _reference, opaque=True)
+SPARSE_QUANT = Op("multihead_latent_attention_quant", "sparse_attention", _shapes, _work, _reference, opaque=True)
+DENSE = Op("multihead_latent_attention", "dense_attention", _shapes, _work, _reference, opaque=True)
+DENSE_QUANT = Op("multihead_latent_attention_quant", "dense_attention", _shapes, _work, _reference, opaque=True)
 
 
 def multihead_latent_attention(

@@ -185,6 +185,8 @@ def _reference(
 
 def _best(scores_BSL: Tensor, topk: int) -> Tensor:
     """Ids of the topk largest scores, the best first, equals by id; −1 for a score of −inf. int32 (B, S, topk)."""
+    # NaN, of either sign, comes first, as in torch's own sort.
+    scores_BSL = torch.where(scores_BSL.isnan(), torch.inf, scores_BSL)
     columns = scores_BSL.shape[-1]
     width = min(topk, columns)
     if scores_BSL.dtype == torch.float64:
@@ -241,9 +243,16 @@ def visible_positions(seq_lens_B: Tensor, queries: int, columns: int) -> Tensor:
     return torch.arange(columns, device=seq_lens_B.device) <= own_BS[..., None]
 
 
-DSA_INDEXER = Op("dsa_indexer", "indexer", _shapes, _work, _reference, mutates=(4,))
+DSA_INDEXER = Op("dsa_indexer", "indexer", _shapes, _work, _reference, mutates=(4,), opaque=True)
 INDEXER_KEY_WRITE = Op(
-    "indexer_key_write", "indexer", _key_write_shapes, _key_write_work, _key_write_reference, outputs=0, mutates=(3,)
+    "indexer_key_write",
+    "indexer",
+    _key_write_shapes,
+    _key_write_work,
+    _key_write_reference,
+    outputs=0,
+    mutates=(3,),
+    opaque=True,
 )
 
 

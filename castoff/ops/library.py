@@ -1,4 +1,4 @@
-"""Every op of the table as a torch.library op, `torch.ops.castoff.NAME`.
+"""Every op of the table that one device computes as a torch.library op, `torch.ops.castoff.NAME`.
 
 torch.compile traces the reference of most ops. An opaque one stays one node of the graph, with the shapes that a cast
 records. All take the same arguments: the inputs that are only read (None where absent or mutated), the mutated ones,
@@ -19,12 +19,11 @@ from castoff.ops.dsa_indexer import IndexerSizes
 from castoff.ops.mlapo import MlapoSizes
 from castoff.ops.program import Op, Tensor, torch_dtype
 from castoff.ops.table import OPS
-from castoff.spec.mesh import Group
 from castoff.spec.quant import CacheFormat, LinearFormat
 
 torch = lazy.load("torch")
 
-_CLASSES = {cls.__name__: cls for cls in (AttentionSizes, CacheFormat, Group, IndexerSizes, LinearFormat, MlapoSizes)}
+_CLASSES = {cls.__name__: cls for cls in (AttentionSizes, CacheFormat, IndexerSizes, LinearFormat, MlapoSizes)}
 
 
 @cache
@@ -32,7 +31,7 @@ def register() -> Tensor:
     """Register the ops that have a reference, once; returns torch's library, which must be kept."""
     library = torch.library.Library("castoff", "DEF")
     # Two ops may share a name, and then a reference: dense and sparse attention.
-    for op in {op.name: op for op in OPS if op.reference is not None}.values():
+    for op in {op.name: op for op in OPS if op.reference is not None and op.family != "collective"}.values():
         returns = ", ".join(["Tensor"] * op.outputs)
         written = "Tensor(a!)[] mutated" if op.mutates else "Tensor[] mutated"
         library.define(f"{op.name}(Tensor?[] inputs, {written}, str attributes) -> ({returns})")

@@ -59,7 +59,8 @@ def _gate_reference(
         kept = torch.zeros_like(group_scores, dtype=torch.bool)
         kept.scatter_(1, group_scores.topk(chosen_groups, dim=-1).indices, True)
         choice_TE = by_group.masked_fill(~kept[..., None], -torch.inf).view_as(choice_TE)
-    experts_TK = choice_TE.topk(experts_per_token, dim=-1).indices
+    # A stable sort: among equal experts the lowest comes first, on every device.
+    experts_TK = choice_TE.sort(dim=-1, descending=True, stable=True).indices[..., :experts_per_token]
     weights_TK = scores_TE.gather(1, experts_TK)
     if normalize:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
@@ -72,7 +73,7 @@ MOE_GATE = Op("moe_gate", "moe_routing", _gate_shapes, _gate_work, _gate_referen
 def moe_gate(x_TD: Tensor, gate: Weight, bias: Weight, router: MoeSpec, *, appended: int = 0) -> tuple[Tensor, Tensor]:
     """Experts of each token and their weights.
 
-        score = sigmoid(x · gateᵀ) in fp32; choose by score + bias, within the best groups only
+        score = sigmoid(x · gateᵀ) in fp32; choose by score + bias, ties to the lowest id, within the best groups only
         (a group scores the sum of its two best); weights = chosen scores / their sum · routed_scaling_factor
 
     appended: shared experts that every token takes beside, with weight 1, counted in K.

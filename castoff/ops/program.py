@@ -299,12 +299,14 @@ _TORCH_NAMES = {
 }
 
 
+_OWN_NAMES = {torch_name: own for own, torch_name in _TORCH_NAMES.items()}
+
+
 def dtype_name(x: Tensor) -> str:
     """castoff's name of a tensor's dtype."""
     if isinstance(x, Abstract):
         return x.dtype
-    name = str(x.dtype).removeprefix("torch.")
-    return next(own for own, torch_name in _TORCH_NAMES.items() if torch_name == name)
+    return _OWN_NAMES[str(x.dtype).removeprefix("torch.")]
 
 
 def torch_dtype(name: str) -> Any:

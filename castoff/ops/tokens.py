@@ -42,20 +42,21 @@ def embedding(ids_T: Tensor, table: Weight, *, first: int | None = None) -> Tens
     return EMBEDDING(ids_T, table.values, first=first)[0]
 
 
-def _select_shapes(x_TD: Abstract, *, rows: Dim) -> Shapes:
+def _select_shapes(x_TD: Abstract, at_B: Abstract | None, *, rows: Dim) -> Shapes:
     return (((rows, x_TD.shape[1]), dtype_name(x_TD)),)
 
 
-def _select_reference(x_TD: Tensor, *, rows: int) -> tuple[Tensor]:
-    return (x_TD.view(rows, -1, x_TD.shape[-1])[:, -1],)
+def _select_reference(x_TD: Tensor, at_B: Tensor | None, *, rows: int) -> tuple[Tensor]:
+    x_BSD = x_TD.view(rows, -1, x_TD.shape[-1])
+    return (x_BSD[:, -1] if at_B is None else x_BSD[torch.arange(rows, device=x_TD.device), at_B],)
 
 
 SELECT_ROWS = Op("select_rows", "embedding", _select_shapes, _copied, _select_reference)
 
 
-def select_rows(x_TD: Tensor, rows: Dim) -> Tensor:
-    """The last row of every request: (rows, D)."""
-    return SELECT_ROWS(x_TD, rows=rows)[0]
+def select_rows(x_TD: Tensor, rows: Dim, at_B: Tensor | None = None) -> Tensor:
+    """One row of each of `rows` requests, the last or that of place at_B (from 0): (rows, D)."""
+    return SELECT_ROWS(x_TD, at_B, rows=rows)[0]
 
 
 def _concat_shapes(a_TD: Abstract, b_TD: Abstract) -> Shapes:
@@ -85,10 +86,11 @@ def _sample_work(call: OpCall) -> Work:
 
 
 def _sample_reference(logits_TV: Tensor) -> tuple[Tensor]:
-    # torch's argmax may take any of several equals.
-    ids_V = torch.arange(logits_TV.shape[-1], dtype=torch.int32, device=logits_TV.device)
+    # torch's argmax may take any of several equals. A row with a NaN has no largest, and gets the last id.
+    last = logits_TV.shape[-1] - 1
+    ids_V = torch.arange(last + 1, dtype=torch.int32, device=logits_TV.device)
     is_largest = logits_TV == logits_TV.amax(dim=-1, keepdim=True)
-    return (ids_V.expand_as(logits_TV).masked_fill(~is_largest, logits_TV.shape[-1]).amin(dim=-1),)
+    return (ids_V.expand_as(logits_TV).masked_fill(~is_largest, last).amin(dim=-1),)
 
 
 SAMPLE = Op("sample", "sampling", _sample_shapes, _sample_work, _sample_reference)

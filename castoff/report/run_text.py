@@ -26,7 +26,8 @@ def run_text(report: RunReport) -> str:
         f"weights {gib_text(report.memory.weights_bytes)}, caches {gib_text(report.memory.cache_bytes)}, "
         f"peak {gib_text(report.memory.peak_bytes)}",
         *(
-            f"{op.name}: {count(op.calls)} calls, {microseconds(op.mean_s)} µs each, {milliseconds(op.total_s)} ms"
+            f"{op.phase} {op.name}: {count(op.calls)} calls, {microseconds(op.mean_s)} µs each, "
+            f"{milliseconds(op.total_s)} ms"
             for op in report.ops
         ),
     ]

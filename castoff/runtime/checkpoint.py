@@ -143,7 +143,7 @@ class Checkpoint:
             try:
                 self._open[file] = safetensors.safe_open(path, framework="pt")
             except (OSError, safetensors.SafetensorError) as error:
-                raise CastoffError(f"cannot read {path}: {error}") from None
+                raise CastoffError(f"cannot read {path}: {error}; is the file whole?") from None
         return self._open[file]
 
     def _check(self, model: ModelSpec, *, mtp: bool) -> None:
@@ -156,7 +156,7 @@ class Checkpoint:
         wanted = {piece.name: piece for piece in model_pieces(model, mtp=mtp)}
         missing = [name for name in wanted if name not in self._files]
         if missing:
-            raise CastoffError(f"{self._directory}: {_names(missing)} missing from the checkpoint")
+            raise CastoffError(f"{self._directory}: the checkpoint lacks {_names(missing)}{self._hint(missing, model)}")
         known = {name + suffix for name in wanted for suffix in ("", *SCALE_SUFFIXES.values())}
         unknown = [name for name in self._files if name not in known and not _is_known_extra(name, model)]
         if unknown:
@@ -203,17 +203,29 @@ class Checkpoint:
             raise self._fault(piece, f"has scales {name} stored as {found}; they are read from F32 or BF16")
         return Piece(name, shape)
 
+    def _hint(self, missing: list[str], model: ModelSpec) -> str:
+        block = f"model.layers.{model.num_hidden_layers}."
+        if any(name.startswith(block) for name in missing):
+            return (
+                f"; {block}* is the MTP block, which follows the layers: without one, or with "
+                "--num-hidden-layers-override, leave out --num-mtp-tokens"
+            )
+        return ""
+
     def _fault(self, piece: Piece, problem: str) -> CastoffError:
         return CastoffError(f"{self._directory}: {piece.name} {problem}")
 
 
 def _names(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown} and {len(names) - 3} more tensors are" if len(names) > 3 else f"{shown}"
+    shown, more = ", ".join(names[:3]), len(names) - 3
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _is_known_extra(name: str, model: ModelSpec) -> bool:
-    """MTP layers, which repeat the embedding and the head, and what older exports store of the rotary embedding."""
+    """MTP layers, which repeat the embedding and the head, a tied head, and what older exports store of the rotary
+    embedding."""
+    if name == "lm_head.weight" and model.tie_word_embeddings:
+        return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (layer is not None and int(layer[1]) >= model.num_hidden_layers) or name.endswith("rotary_emb.inv_freq")
 
@@ -222,11 +234,7 @@ def _file_of_tensor(directory: Path) -> dict[str, str]:
     index = directory / INDEX_FILE
     single = directory / "model.safetensors"
     if index.exists():
-        try:
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CastoffError(f"{index} is not a safetensors index: {error}") from None
-        return files
+        return _indexed(index)
     if not single.exists():
         raise CastoffError(
             f"{directory} has no weights: neither model.safetensors nor {INDEX_FILE}; "
@@ -236,7 +244,24 @@ def _file_of_tensor(directory: Path) -> dict[str, str]:
         with safetensors.safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single.name)
     except (OSError, safetensors.SafetensorError) as error:
-        raise CastoffError(f"cannot read {single}: {error}") from None
+        raise CastoffError(f"cannot read {single}: {error}; is the file whole?") from None
+
+
+def _indexed(index: Path) -> dict[str, str]:
+    """The file of every tensor by an index; each stands beside it."""
+    try:
+        values = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CastoffError(f"{index} is not a safetensors index: {error}") from None
+    files = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise CastoffError(
+            f"{index} is not a safetensors index: its weight_map must give the name of a file per tensor"
+        )
+    for file in dict.fromkeys(files.values()):
+        if file != Path(file).name or not (index.parent / file).is_file():
+            raise CastoffError(f"{index} names {file!r}, which is no file beside it")
+    return files
 
 
 def model_pieces(model: ModelSpec, *, mtp: bool) -> Iterator[Piece]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import lazy_loader as lazy
 
 from castoff.errors import CastoffError
-from castoff.model.setup import Setup, resolve_setup
+from castoff.model.setup import Setup
 from castoff.model.weights import layer_parameters, outer_parameters, parameter_format
 from castoff.ops.program import Tensor
 from castoff.runtime.checkpoint import INDEX_FILE, Checkpoint, checkpoint_pieces
@@ -30,9 +30,8 @@ from castoff.runtime.stored import (
     read_quantized,
     scale_shapes,
 )
-from castoff.spec.backend import load_backend
+from castoff.runtime.structure import run_setup
 from castoff.spec.checkpoint_quant import quantization_config
-from castoff.spec.device import load_device
 from castoff.spec.model import ModelSpec, load_model, raw_config
 from castoff.spec.quant import LinearAction, LinearFormat
 from castoff.spec.scenario import Quant, Scenario
@@ -124,6 +123,7 @@ def convert(
     shards = _plan(checkpoint, _setup(spec, action), action)
     copied = sorted({path for pattern in _COPIED for path in source.glob(pattern) if path.is_file()})
     state = _state(source, action, checkpoint)
+    _check_names(shards, {path.name for path in copied})
     own = {shard.name for shard in shards} | {path.name for path in copied} | {INDEX_FILE, _CONFIG, STATE_FILE}
     _check_output(output, state, own)
     todo = {shard.name: shard for shard in shards if not is_whole(output / shard.name, shard.contents)}
@@ -159,6 +159,13 @@ def _check(source: Path, action: LinearAction, output: Path) -> ModelSpec:
         raise CastoffError("converting needs torch: pip install 'castoff[run]'") from None
     if not source.is_dir():
         raise CastoffError(f"{source} is no directory; give the directory of a checkpoint with its config.json")
+    try:
+        output.resolve()
+    # A symlink loop, or a path that no file system allows.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CastoffError(f"cannot write to -o {str(output)!r}: {error}") from None
+    if output.is_symlink() and not output.exists():
+        raise CastoffError(f"-o {output} is a link to nothing; give a directory")
     if output.resolve() == source.resolve():
         raise CastoffError(f"-o {output} is the checkpoint itself; give another directory")
     if output.exists() and not output.is_dir():
@@ -173,8 +180,7 @@ def _check(source: Path, action: LinearAction, output: Path) -> ModelSpec:
 
 def _setup(spec: ModelSpec, action: LinearAction) -> Setup:
     """The structure in which `castoff run` would read the target: what it keeps in bf16 is not quantised."""
-    scenario = Scenario(quant=Quant(quantize_linear_action=action))
-    return resolve_setup(spec, load_device("h200_sxm"), load_backend("nvidia"), scenario, "decode")
+    return run_setup(spec, Scenario(quant=Quant(quantize_linear_action=action)))
 
 
 def _plan(checkpoint: Checkpoint, setup: Setup, action: LinearAction) -> tuple[_Shard, ...]:
@@ -217,16 +223,32 @@ def _state(source: Path, action: LinearAction, checkpoint: Checkpoint) -> str:
     return json.dumps({"source": str(source.resolve()), "action": action, "files": facts}, indent=2) + "\n"
 
 
+def _check_names(shards: tuple[_Shard, ...], copied: set[str]) -> None:
+    """Refuse files of tensors that would be written over, or recognised as something else."""
+    taken = copied | {INDEX_FILE, _CONFIG, STATE_FILE}
+    for shard in shards:
+        if shard.name in taken or shard.name.startswith(TEMPORARY_PREFIX):
+            raise CastoffError(
+                f"the checkpoint keeps tensors in {shard.name}, a name that castoff convert writes itself"
+            )
+
+
 def _check_output(output: Path, state: str, own: set[str]) -> None:
     """Refuse a directory in which anything but this conversion has been written."""
-    found = {path.name for path in output.iterdir()} if output.exists() else set()
+    try:
+        found = {path.name for path in output.iterdir()} if output.exists() else set()
+    except OSError as error:
+        raise CastoffError(f"cannot read -o {output}: {error.strerror or error}") from None
     if not found:
         return
     advice = "give a new or an empty directory with -o, or delete this one"
     if STATE_FILE not in found:
         what = "a checkpoint already" if _CONFIG in found else f"{min(found)} and no conversion that was begun"
         raise CastoffError(f"-o {output} holds {what}; {advice}")
-    begun = (output / STATE_FILE).read_text(encoding="utf-8")
+    try:
+        begun = (output / STATE_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        begun = ""
     if begun != state:
         raise CastoffError(f"-o {output} holds the begin of another conversion, {_described(begun)}; {advice}")
     foreign = sorted(name for name in found - own if not name.startswith(TEMPORARY_PREFIX))
@@ -244,6 +266,8 @@ def _described(state: str) -> str:
 
 def _check_space(output: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(output if output.exists() else output.resolve().parent).free
+    # What an interrupted attempt left is deleted first.
+    free_bytes += sum(path.stat().st_size for path in output.glob(f"{TEMPORARY_PREFIX}*.tmp"))
     if needed_bytes > free_bytes:
         raise CastoffError(
             f"-o {output} needs {needed_bytes:,} bytes, and {free_bytes:,} are free there; free some or give another "

@@ -58,6 +58,15 @@ class World:
     size: int = 1
 
 
+def _variable(name: str, otherwise: str) -> int:
+    text = os.environ.get(name, otherwise)
+    if not text.isdecimal():
+        raise CastoffError(
+            f"the variable {name}, which torchrun sets to a number, is {text!r}; unset it or use torchrun"
+        )
+    return int(text)
+
+
 @contextmanager
 def joined(device: str) -> Iterator[World]:
     """Meet the other processes of torchrun; alone without torchrun.
@@ -65,12 +74,12 @@ def joined(device: str) -> Iterator[World]:
     device: "cpu" talks through gloo; "cuda" through NCCL, and takes the device of the process's local rank. Raises
     CastoffError where there is no such device, or where torchrun's variables are not all there.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _variable("WORLD_SIZE", "1")
     if size == 1:
         yield World()
         return
     if device == "cuda":
-        local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        local, found = _variable("LOCAL_RANK", "0"), torch.cuda.device_count()
         if local >= found:
             raise CastoffError(f"--device cuda: {local + 1} processes or more on a machine with {found} CUDA device(s)")
         torch.cuda.set_device(local)

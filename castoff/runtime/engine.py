@@ -45,6 +45,7 @@ class Call:
     last: bool
     hidden_TD: Tensor | None = None
     topk_TK: Tensor | None = None
+    sampled_B: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class StaticShapes:
 class Engine:
     """A decoder over real tensors on one rank.
 
-    graph, static: how decode calls are carried out; a graph needs static shapes.
+    graph, static: how decode calls are carried out; a graph needs static shapes. phase: of the pass that runs or ran
+    last.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Engine:
         self.caches = PagedCaches(setup, num_blocks, block_tokens, dtype=dtype, device=device)
         self.device = device
         self.dtype = dtype
+        self.phase: Mode = "prefill"
         self._static = static
 
         # Prefill and decode differ in how a cast prices them, and in dense prefill; the ops are the same.
@@ -95,10 +98,36 @@ class Engine:
         return self._run(Call(ids_BS, rows, prefill, last))
 
     def draft(
-        self, ids_BS: Tensor, hidden_TD: Tensor, topk_TK: Tensor | None, rows: Rows, *, prefill: bool
-    ) -> PassOutput:
-        """One MTP call over S tokens of every row. hidden_TD: of the tokens before them; topk_TK: ids to reuse."""
-        return self._run(Call(ids_BS, rows, prefill, False, hidden_TD, topk_TK))
+        self, ids_BS: Tensor, hidden_TD: Tensor, topk_TK: Tensor | None, rows: Rows, *, prefill: bool,
+        last: bool = True, sampled_B: Tensor | None = None,
+    ) -> PassOutput:  # fmt: skip
+        """One MTP call over S tokens of every row. hidden_TD: of the tokens before them; topk_TK: ids to reuse.
+
+        last: draft one token per row, after its token sampled_B (from 0; None for the last), not one per token.
+        """
+        return self._run(Call(ids_BS, rows, prefill, last, hidden_TD, topk_TK, sampled_B))
+
+    def shared_topk(self, draft: PassOutput, at_B: Tensor) -> Tensor | None:
+        """The ids of some rows of a draft call, where later drafts of the step reuse them; None where they score."""
+        if draft.topk_TK is None or not self.setup.shares_topk_among_drafts:
+            return None
+        return draft.topk_TK[at_B]
+
+    def warm_up(self) -> None:
+        """Make the graphs of all decode calls, on padding alone; nothing without graphs."""
+        if self._static is None:
+            return
+        rows, drafts = self._static.rows, self.setup.mtp.num_mtp_tokens
+        nobody, zeros_B = Rows([None] * rows, [0] * rows), torch.zeros(rows, dtype=torch.long, device=self.device)
+        ids_BS = torch.zeros(rows, 1 + drafts, dtype=torch.long, device=self.device)
+        main = self.forward(ids_BS, nobody, prefill=False, last=False)
+        if not drafts:
+            return
+        draft = self.draft(ids_BS, main.hidden_TD, None, nobody, prefill=False, sampled_B=zeros_B)
+        if drafts > 1:
+            at_B = torch.arange(rows, device=self.device) * (1 + drafts)
+            topk_BK = self.shared_topk(draft, at_B)
+            self.draft(ids_BS[:, :1], draft.hidden_TD[at_B], topk_BK, nobody, prefill=False)
 
     def finish(self) -> None:
         """This rank has no more calls to make; others may."""
@@ -118,7 +147,8 @@ class Engine:
         return without_padding(whole, call, self._static.rows, queries)
 
     def _pass(self, call: Call, longest: int) -> PassOutput:
-        inputs = self._inputs(call.ids_BS, call.rows, longest)
+        self.phase = "prefill" if call.prefill else "decode"
+        inputs = replace(self._inputs(call.ids_BS, call.rows, longest), sampled_B=call.sampled_B)
         passes = self._prefill if call.prefill else self._decode
         if call.hidden_TD is None:
             return passes.main_pass(inputs, last=call.last)
@@ -148,11 +178,8 @@ class Engine:
     def _block_tables(self, rows: Rows, longest: int) -> Tensor:
         owned = [[] if request is None else self.pool.blocks(request) for request in rows.requests]
         needed = max(-(-longest // self.caches.block_tokens), 1)
-        table = torch.full((len(owned), needed), -1, dtype=torch.long, device=self.device)
-        for row, blocks in enumerate(owned):
-            held = blocks[:needed]
-            table[row, : len(held)] = torch.tensor(held, dtype=torch.long, device=self.device)
-        return table
+        rows_of_table = [[*blocks[:needed], *[-1] * (needed - len(blocks))] for blocks in owned]
+        return torch.tensor(rows_of_table, dtype=torch.long, device=self.device)
 
     def _slots(self, tables: Tensor, positions_BS: Tensor) -> Tensor:
         """Flat cache slots of positions; −1 where a row has no block for one (padding, or before the first token)."""
@@ -186,6 +213,9 @@ def padded(call: Call, rows: int, queries: int) -> Call:
         ),
         hidden_TD=pad(call.hidden_TD),
         topk_TK=pad(call.topk_TK, -1),
+        sampled_B=None
+        if call.sampled_B is None
+        else torch.nn.functional.pad(call.sampled_B + more_queries, (0, more_rows)),
     )
 
 

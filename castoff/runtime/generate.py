@@ -8,33 +8,28 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import lazy_loader as lazy
 
 from castoff.errors import CastoffError, CastoffWarning
-from castoff.model.setup import Setup, resolve_setup
+from castoff.model.setup import Setup
 from castoff.runtime.checkpoint import Checkpoint, LoadedWeights, RandomTensors
 from castoff.runtime.distributed import RunParallel, World, for_rank, joined
 from castoff.runtime.engine import Engine, StaticShapes
 from castoff.runtime.lockstep import LockstepEngine
+from castoff.runtime.memory import check_fits
 from castoff.runtime.op_times import OpClock
 from castoff.runtime.options import RunOptions, check_options
 from castoff.runtime.prompts import load_tokenizer, read_prompts
 from castoff.runtime.report import Memory, RunReport
 from castoff.runtime.scheduler import Request, Scheduler
 from castoff.runtime.stored import TensorSource
-from castoff.spec.backend import load_backend
-from castoff.spec.device import load_device
+from castoff.runtime.structure import default_action, run_setup
 from castoff.spec.model import ModelSpec, load_model
-from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Mtp, Parallel, Quant, Scenario
 
 torch = lazy.load("torch")
-
-# The structure is checked against a device that multiplies in every format that runs; no figure of it is used.
-_CHECKED_AGAINST = "h200_sxm"
 
 
 def run(
@@ -50,8 +45,6 @@ def run(
     check_options(options)
     with joined(options.device) as world:
         sizes = (parallel or RunParallel()).over(world.size)
-        if world.size > 1 and options.graph != "eager":
-            raise CastoffError(f"--graph {options.graph} runs on one process, and this run has {world.size}")
         timed = op_times or options.profile is not None
         clock = OpClock(options.device, traced=options.profile is not None) if timed and not world.rank else None
         if world.rank == 0:
@@ -68,12 +61,24 @@ def _run(
 ) -> RunReport:  # fmt: skip
     spec = load_model(model, num_hidden_layers=num_hidden_layers)
     setup = for_rank(_setup(spec, options, parallel), world)
+    _check_graph(setup, options)
     tokenizer = load_tokenizer(model)
     requests = [Request(prompt, options.max_new_tokens) for prompt in read_prompts(options, spec, tokenizer)]
-    weights = _weights(model, setup, options, progress)
-    engine = _engine(setup, weights, options, requests)
+    _note_long_requests(spec, requests)
+    blocks, dtype, device = (
+        _blocks(setup, options, requests),
+        getattr(torch, options.dtype),
+        torch.device(options.device),
+    )
+    source = _source(model, setup, options)
+    check_fits(setup, (blocks + 1) * options.kv_block_tokens, dtype=dtype, device=device)
+    weights = LoadedWeights(setup, source, dtype=dtype, device=device, progress=progress)
+    engine = _engine(setup, weights, options, requests, blocks)
     scheduler = _scheduler(engine, options, progress)
-    with torch.inference_mode(), clock.running() if clock else nullcontext():
+    if options.graph != "eager":
+        progress("making the graphs of a decode step")
+        _warm_up(engine, options)
+    with torch.inference_mode(), clock.running(lambda: engine.phase) if clock else nullcontext():
         started = time.perf_counter()
         results = scheduler.run(requests)
         total_s = time.perf_counter() - started
@@ -94,38 +99,55 @@ def _setup(spec: ModelSpec, options: RunOptions, parallel: Parallel) -> Setup:
         quantize_linear_action=options.quantize_linear_action or default_action(spec),
         quantize_attention_action=options.quantize_attention_action,
     )
-    scenario = Scenario(parallel=parallel, quant=quant, mtp=Mtp(num_mtp_tokens=options.num_mtp_tokens))
-    setup = resolve_setup(spec, load_device(_CHECKED_AGAINST), load_backend("nvidia"), scenario, "decode")
-    # Rows travel between ranks as the router leaves them.
-    return replace(setup, quantized_dispatch=False)
+    return run_setup(spec, Scenario(parallel=parallel, quant=quant, mtp=Mtp(num_mtp_tokens=options.num_mtp_tokens)))
 
 
-def default_action(spec: ModelSpec) -> LinearAction:
-    """The format in which a checkpoint's linear layers run: the one in which they are stored."""
-    return spec.checkpoint_quant.action if spec.checkpoint_quant is not None else "DISABLED"
+def _warm_up(engine: Engine, options: RunOptions) -> None:
+    try:
+        with torch.inference_mode():
+            engine.warm_up()
+    # What torch raises for a compiler that is not there, among others.
+    except RuntimeError as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CastoffError(f"--graph {options.graph} failed: {reason}; --graph eager needs no compiler") from None
 
 
-def _weights(model: str, setup: Setup, options: RunOptions, progress: Callable[[str], None]) -> LoadedWeights:
-    source: TensorSource
+def _check_graph(setup: Setup, options: RunOptions) -> None:
+    if options.graph != "eager" and setup.mesh.num_devices > 1:
+        raise CastoffError(f"--graph {options.graph} runs on one process, and this run has {setup.mesh.num_devices}")
+    if options.graph == "cudagraph" and setup.expert.action != "DISABLED":
+        raise CastoffError(
+            f"--graph cudagraph cannot capture products of {setup.expert.action} experts, whose sizes must be known "
+            "beforehand; use --graph compile, or --quantize-linear-action DISABLED"
+        )
+
+
+def _source(model: str, setup: Setup, options: RunOptions) -> TensorSource:
+    """Where the weights come from, a checkpoint checked as far as its headers tell."""
     if options.random_weights is not None:
-        source = RandomTensors(options.random_weights)
-    else:
-        directory = Path(model)
-        if not directory.is_dir():
-            raise CastoffError(
-                f"{model} is a config without weights; give a directory with a checkpoint, or --random-weights SEED"
-            )
-        source = Checkpoint(directory, setup.model, mtp=options.num_mtp_tokens > 0)
-    dtype, device = getattr(torch, options.dtype), torch.device(options.device)
-    return LoadedWeights(setup, source, dtype=dtype, device=device, progress=progress)
+        return RandomTensors(options.random_weights)
+    directory = Path(model)
+    if not directory.is_dir():
+        raise CastoffError(
+            f"{model} is a config without weights; give a directory with a checkpoint, or --random-weights SEED"
+        )
+    return Checkpoint(directory, setup.model, mtp=options.num_mtp_tokens > 0)
 
 
-def _engine(setup: Setup, weights: LoadedWeights, options: RunOptions, requests: list[Request]) -> Engine:
-    slots = _slots(setup, options)
-    # Room for the largest requests that may run at once.
-    most = sorted(len(item.prompt) + item.max_new_tokens + 2 * options.num_mtp_tokens + 1 for item in requests)
-    blocks = sum(-(-tokens // options.kv_block_tokens) for tokens in most[-slots:])
+def _most_tokens(options: RunOptions, requests: list[Request]) -> list[int]:
+    """Tokens that each request may reach, drafts included, the fewest first."""
+    return sorted(len(item.prompt) + item.max_new_tokens + 2 * options.num_mtp_tokens + 1 for item in requests)
+
+
+def _blocks(setup: Setup, options: RunOptions, requests: list[Request]) -> int:
+    """Cache blocks for the largest requests that may run at once."""
+    largest = _most_tokens(options, requests)[-_slots(setup, options) :]
+    return sum(-(-tokens // options.kv_block_tokens) for tokens in largest)
+
+
+def _engine(setup: Setup, weights: LoadedWeights, options: RunOptions, requests: list[Request], blocks: int) -> Engine:
     engine_class = Engine if setup.mesh.dp.size == 1 else LockstepEngine
+    static = StaticShapes(min(_slots(setup, options), len(requests)), _most_tokens(options, requests)[-1])
     return engine_class(
         setup,
         weights,
@@ -134,13 +156,24 @@ def _engine(setup: Setup, weights: LoadedWeights, options: RunOptions, requests:
         dtype=getattr(torch, options.dtype),
         device=torch.device(options.device),
         graph=options.graph,
-        static=None if options.graph == "eager" else StaticShapes(min(slots, len(requests)), most[-1]),
+        static=None if options.graph == "eager" else static,
     )
+
+
+def _note_long_requests(spec: ModelSpec, requests: list[Request]) -> None:
+    longest = max(len(item.prompt) + item.max_new_tokens for item in requests)
+    if longest > spec.max_position_embeddings:
+        warnings.warn(
+            f"a request may reach {longest} tokens, and {spec.name} is made for {spec.max_position_embeddings} "
+            "(max_position_embeddings)",
+            CastoffWarning,
+            stacklevel=2,
+        )
 
 
 def _slots(setup: Setup, options: RunOptions) -> int:
     """Requests that run at once on one attention-DP rank."""
-    return -(-options.batch // setup.mesh.dp.size)
+    return max(options.batch // setup.mesh.dp.size, 1)
 
 
 def _scheduler(engine: Engine, options: RunOptions, progress: Callable[[str], None]) -> Scheduler:

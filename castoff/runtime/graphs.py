@@ -7,6 +7,8 @@ two calls of a `Decoder`, and the same results up to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import copy_context
 from typing import Literal, Protocol
 
 import lazy_loader as lazy
@@ -15,7 +17,7 @@ from castoff.dims import Dim
 from castoff.model.decoder import Decoder, PassOutput
 from castoff.model.inputs import StepInputs
 from castoff.ops.library import register
-from castoff.ops.program import Tensor
+from castoff.ops.program import Tensor, op_observer
 
 torch = lazy.load("torch")
 
@@ -60,7 +62,7 @@ class _Graphed:
     ) -> PassOutput:
         return PassOutput(*self._draft(*_tensors(inputs), hidden_TD, topk_TK, longest=inputs.longest, last=last))
 
-    def _main_tensors(self, *tensors: Tensor, longest: Dim, last: bool) -> Outputs:
+    def _main_tensors(self, *tensors: Tensor | None, longest: Dim, last: bool) -> Outputs:
         return _outputs(self._decoder.main_pass(_inputs(tensors, longest), last=last))
 
     def _draft_tensors(self, *tensors: Tensor | None, longest: Dim, last: bool) -> Outputs:
@@ -86,13 +88,20 @@ class _Captured:
         shapes = tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
         key = (shapes, longest, last)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(tensors, longest, last=last)
+            # Events of a clock must not become part of the graph.
+            self._graphs[key] = copy_context().run(self._unwatched, tensors, longest, last=last)
         graph, held, outputs = self._graphs[key]
         for own, given in zip(held, tensors, strict=True):
             if own is not None:
                 own.copy_(given)
         graph.replay()
         return outputs
+
+    def _unwatched(
+        self, tensors: tuple[Tensor | None, ...], longest: Dim, *, last: bool
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], Outputs]:
+        op_observer.set(lambda _: nullcontext())
+        return self._capture(tensors, longest, last=last)
 
     def _capture(
         self, tensors: tuple[Tensor | None, ...], longest: Dim, *, last: bool
@@ -111,15 +120,18 @@ class _Captured:
         return graph, held, outputs
 
 
-def _tensors(inputs: StepInputs) -> tuple[Tensor, ...]:
+def _tensors(inputs: StepInputs) -> tuple[Tensor | None, ...]:
     return (
         inputs.ids_T, inputs.cos_TP, inputs.sin_TP, inputs.slot_mapping_T, inputs.block_tables, inputs.seq_lens_B,
+        inputs.sampled_B,
     )  # fmt: skip
 
 
 def _inputs(tensors: tuple[Tensor | None, ...], longest: Dim) -> StepInputs:
-    ids_T, cos_TP, sin_TP, slot_mapping_T, block_tables, seq_lens_B = tensors
-    return StepInputs(ids_T, cos_TP, sin_TP, slot_mapping_T, block_tables, seq_lens_B, longest, lengths=None)
+    ids_T, cos_TP, sin_TP, slot_mapping_T, block_tables, seq_lens_B, sampled_B = tensors
+    return StepInputs(
+        ids_T, cos_TP, sin_TP, slot_mapping_T, block_tables, seq_lens_B, longest, None, sampled_B=sampled_B
+    )
 
 
 def _outputs(output: PassOutput) -> Outputs:

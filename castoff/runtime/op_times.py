@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import lazy_loader as lazy
 
 from castoff.ops.program import Tensor, op_observer
+from castoff.spec.scenario import Mode
 
 torch = lazy.load("torch")
 
@@ -25,9 +26,10 @@ _PENDING_CALLS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Calls of one op over a run, and their seconds."""
+    """Calls of one op over all prefill passes of a run, or over all decode passes and drafts, and their seconds."""
 
     name: str
+    phase: Mode
     calls: int
     total_s: float
 
@@ -45,15 +47,17 @@ class OpClock:
 
     def __init__(self, device: str, *, traced: bool) -> None:
         self._device = device
-        self._calls: Counter[str] = Counter()
-        self._total_s: Counter[str] = Counter()
-        self._pending: list[tuple[str, Tensor, Tensor]] = []
+        self._phase: Callable[[], Mode] = lambda: "prefill"
+        self._calls: Counter[tuple[str, Mode]] = Counter()
+        self._total_s: defaultdict[tuple[str, Mode], float] = defaultdict(float)
+        self._pending: list[tuple[tuple[str, Mode], Tensor, Tensor]] = []
         self._profile: Tensor | None = _profile(device) if traced else None
         self.trace: str | None = None
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Watch the ops inside."""
+    def running(self, phase: Callable[[], Mode]) -> Iterator[None]:
+        """Watch the ops inside; `phase` says of which kind of pass they are."""
+        self._phase = phase
         token = op_observer.set(self._on_device if self._device == "cuda" else self._on_host)
         if self._profile is not None:
             self._profile.start()
@@ -67,13 +71,14 @@ class OpClock:
     @property
     def times(self) -> tuple[OpTime, ...]:
         """Every op that ran, the longest in total first."""
-        return tuple(OpTime(name, self._calls[name], total) for name, total in self._total_s.most_common())
+        longest = sorted(self._total_s.items(), key=lambda item: -item[1])
+        return tuple(OpTime(*key, self._calls[key], total) for key, total in longest)
 
     @contextmanager
     def _on_host(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self._add(name, time.perf_counter() - started)
+        self._add((name, self._phase()), time.perf_counter() - started)
 
     @contextmanager
     def _on_device(self, name: str) -> Iterator[None]:
@@ -81,7 +86,7 @@ class OpClock:
         start.record()
         yield
         end.record()
-        self._pending.append((name, start, end))
+        self._pending.append(((name, self._phase()), start, end))
         if len(self._pending) >= _PENDING_CALLS:
             self._settle()
 
@@ -89,13 +94,13 @@ class OpClock:
         if not self._pending:
             return
         torch.cuda.synchronize()
-        for name, start, end in self._pending:
-            self._add(name, 1e-3 * start.elapsed_time(end))
+        for key, start, end in self._pending:
+            self._add(key, 1e-3 * start.elapsed_time(end))
         self._pending.clear()
 
-    def _add(self, name: str, seconds: float) -> None:
-        self._calls[name] += 1
-        self._total_s[name] += seconds  # type: ignore[assignment]
+    def _add(self, key: tuple[str, Mode], seconds: float) -> None:
+        self._calls[key] += 1
+        self._total_s[key] += seconds
         if self._profile is not None and self._calls.total() >= TRACED_CALLS:
             self._end_trace()
 

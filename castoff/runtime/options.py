@@ -13,6 +13,7 @@ from castoff.ops.quantization import RUNNABLE_ACTIONS
 from castoff.runtime.graphs import GraphMode
 from castoff.runtime.sampling import Sampling
 from castoff.spec.quant import AttentionAction, LinearAction
+from castoff.spec.scenario import MOST
 
 torch = lazy.load("torch")
 
@@ -94,7 +95,7 @@ def check_options(options: RunOptions) -> None:
         raise CastoffError(f"--kv-block-tokens must be from 16 to 256, got {options.kv_block_tokens}")
     for name in ("batch", "chunk_tokens", "max_new_tokens"):
         value = getattr(options, name)
-        if value < 1:
-            raise CastoffError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if not 1 <= value <= MOST:
+            raise CastoffError(f"--{name.replace('_', '-')} must be from 1 to {MOST}, got {value}")
     # Sampling checks its own fields.
     _ = options.sampling

@@ -27,6 +27,9 @@ def load_tokenizer(model: str) -> Any:
         return tokenizers.Tokenizer.from_file(str(file))
     except ModuleNotFoundError:
         return None
+    # The library raises nothing more special.
+    except Exception as error:  # noqa: BLE001
+        raise CastoffError(f"cannot read {file}: {error}") from None
 
 
 def read_prompts(options: RunOptions, model: ModelSpec, tokenizer: Any) -> list[Prompt]:
@@ -46,7 +49,7 @@ def read_prompts(options: RunOptions, model: ModelSpec, tokenizer: Any) -> list[
 
 
 def _random(text: str, seed: int, vocabulary: int) -> list[Prompt]:
-    match = re.fullmatch(r"([1-9][0-9]*)[x×*]([1-9][0-9]*)", text.strip())
+    match = re.fullmatch(r"([1-9][0-9]{0,9})[x×*]([1-9][0-9]{0,9})", text.strip())
     if match is None:
         raise CastoffError(f"--random-prompts is a number of prompts and their length, 4x1000 say, got {text!r}")
     generator = random.Random(seed)
@@ -62,6 +65,11 @@ def _from_file(path: Path, tokenizer: Any) -> list[Prompt]:
         raise CastoffError(f"cannot read --prompt-file {path}: {error}") from None
     if text.lstrip().startswith("["):
         return _id_lists(text, path)
+    if text.strip() and tokenizer is None:
+        raise CastoffError(
+            f"--prompt-file {path} is taken for lines of text, which need a tokenizer.json beside the model and the "
+            "tokenizers package; token ids are a JSON list of lists, [[1, 2], [3]] say"
+        )
     return [_encode(line, tokenizer) for line in text.splitlines() if line.strip()]
 
 
@@ -94,4 +102,7 @@ def _encode(text: str, tokenizer: Any) -> Prompt:
             "text prompts need a tokenizer.json beside the model and the tokenizers package; give token ids as JSON "
             "lists in --prompt-file, or --random-prompts NxLEN"
         )
-    return tuple(tokenizer.encode(text).ids)
+    try:
+        return tuple(tokenizer.encode(text).ids)
+    except Exception as error:  # noqa: BLE001
+        raise CastoffError(f"the tokenizer cannot read the prompt {text[:40]!r}: {error}") from None

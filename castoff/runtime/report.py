@@ -81,6 +81,7 @@ class RunReport:
 def _op(op: OpTime) -> dict[str, Any]:
     return {
         "name": op.name,
+        "phase": op.phase,
         "calls": op.calls,
         "total_s": op.total_s,
         "mean_s": op.mean_s,

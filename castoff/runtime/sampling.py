@@ -38,7 +38,16 @@ class Sampling:
 
 
 def choose(logits_SV: Tensor, sampling: Sampling, request: int, position: int) -> list[int]:
-    """Tokens after S consecutive tokens of a request, the first of which stands at `position`."""
+    """Tokens after S consecutive tokens of a request, the first of which stands at `position`.
+
+    Raises CastoffError for logits that are not finite.
+    """
+    # A NaN is the largest of its row, and so is an infinity.
+    if not bool(logits_SV.amax(dim=-1).isfinite().all()):
+        raise CastoffError(
+            f"the logits of request {request} are not finite: the weights hold NaN or infinity, or numbers grew beyond "
+            "--dtype; float32 reaches farthest, and bfloat16 farther than float16"
+        )
     if sampling.temperature == 0:
         greedy: list[int] = sample(logits_SV).tolist()
         return greedy
@@ -46,7 +55,9 @@ def choose(logits_SV: Tensor, sampling: Sampling, request: int, position: int) -
 
 
 def _draw(logits_V: Tensor, sampling: Sampling, request: int, position: int) -> int:
-    probabilities = (logits_V.double() / sampling.temperature).softmax(dim=-1)
+    logits_V = logits_V.double()
+    # The largest is 0 at any temperature, however small.
+    probabilities = ((logits_V - logits_V.max()) / sampling.temperature).softmax(dim=-1)
     ordered, ids = probabilities.sort(descending=True, stable=True)
     # A token is kept while those before it hold less than top_p: the first always is.
     kept = ordered.cumsum(0) - ordered < sampling.top_p

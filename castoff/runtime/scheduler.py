@@ -186,7 +186,7 @@ class Scheduler:
         joined.cached = len(prompt)
         self._keep(joined, [joined.last])
         if self._drafts:
-            self._draft_on([joined], [int(draft.ids_T[-1])], draft.hidden_TD[-1:], None)
+            self._draft_on([joined], draft.ids_T.tolist(), draft.hidden_TD[-1:], None)
 
     def _decode(self, running: list[_Running], started: float) -> None:
         queries = 1 + self._drafts
@@ -199,7 +199,8 @@ class Scheduler:
         accepted = [_agreeing(item.drafts, choice) for item, choice in zip(running, chosen, strict=True)]
         self._count(lengths, accepted)
         if self._drafts:
-            draft = self._engine.draft(self._ids(chosen), output.hidden_TD, None, rows, prefill=False)
+            kept_B = torch.tensor(accepted, device=ids_BS.device)
+            draft = self._engine.draft(self._ids(chosen), output.hidden_TD, None, rows, prefill=False, sampled_B=kept_B)
         for item, choice, count in zip(running, chosen, accepted, strict=True):
             item.cached += count + 1
             item.last = choice[count]
@@ -207,12 +208,8 @@ class Scheduler:
             item.result.last_token_s = time.perf_counter() - started
         if self._drafts:
             # Of each request's S rows, the one of its last kept token.
-            at = torch.tensor([row * queries + count for row, count in enumerate(accepted)], device=ids_BS.device)
-            shares = self._engine.setup.model.indexer is not None and (
-                self._engine.setup.model.indexer.share_for_mtp_iteration
-            )
-            topk_TK = draft.topk_TK[at] if shares and draft.topk_TK is not None else None
-            self._draft_on(running, draft.ids_T[at].tolist(), draft.hidden_TD[at], topk_TK)
+            at = torch.arange(len(running), device=ids_BS.device) * queries + kept_B
+            self._draft_on(running, draft.ids_T.tolist(), draft.hidden_TD[at], self._engine.shared_topk(draft, at))
 
     def _draft_on(self, running: list[_Running], first: list[int], hidden_BD: Tensor, topk_BK: Tensor | None) -> None:
         """The draft calls after the first: one token each, fed with the draft and the hidden state before it."""

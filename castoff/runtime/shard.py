@@ -91,8 +91,9 @@ def _tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def _places(contents: Contents) -> dict[str, tuple[int, int]]:
     """First byte and end of every tensor, the widest dtypes first, so that all are aligned."""
     places, start = {}, 0
+    sizes = {name: _tensor_bytes(*entry) for name, entry in contents.items()}
     for name in sorted(contents, key=lambda name: (-DTYPE_BYTES[contents[name][0]], name)):
-        end = start + _tensor_bytes(*contents[name])
+        end = start + sizes[name]
         places[name] = (start, end)
         start = end
     return places

@@ -2,7 +2,8 @@
 
 A matrix is stored plain, in INT8 with a scale per output (`X.weight_scale` beside `X.weight`), or in FP8 with a scale
 per block of 128 by 128 (`X.weight_scale_inv`); value · scale is the weight in both. What is stored decides how it is
-read. A part of a matrix is read as the whole would be, so that ranks hold slices of one and the same weight.
+read. A part of a matrix is read as the whole would be, so that ranks hold slices of one and the same weight; where the
+blocks of gate and up do not meet at their seam, FP8 is quantised anew for what is joined.
 """
 
 from __future__ import annotations
@@ -71,14 +72,18 @@ def scale_shapes(piece: Piece, dtype: str) -> tuple[tuple[int, ...], ...]:
 def read_weight(source: TensorSource, piece: Piece, part: Part = WHOLE) -> tuple[Tensor, Tensor | None]:
     """Part of a tensor as it is stored: values, and scales in fp32 ((O, 1) or one per block), None where it is plain.
 
-    Raises CastoffError for a part whose edge runs through a block of FP8 values.
+    Raises CastoffError for a part whose edge runs through a block of FP8 values, and for scales that cannot be.
     """
     scales = source.scales(piece)
     if scales is None:
         return source.read(piece, part), None
     if _stored_dtype(scales) == "int8":
-        return source.read(piece, part), source.read(scales, Part(rows=part.rows)).float().reshape(-1, 1)
-    return source.read(piece, part), source.read(scales, _blocks(piece, part)).float()
+        read = source.read(scales, Part(rows=part.rows)).float().reshape(-1, 1)
+    else:
+        read = source.read(scales, _blocks(piece, part)).float()
+    if not bool((read.isfinite() & (read >= 0)).all()):
+        raise CastoffError(f"{scales.name} holds scales that are negative or not finite")
+    return source.read(piece, part), read
 
 
 def read_plain(source: TensorSource, piece: Piece, part: Part = WHOLE) -> Tensor:
@@ -112,7 +117,7 @@ def read_quantized(
         if len(blocks) > 1 and any(height % FP8_BLOCK for height in heights[:-1]):
             # A block of the joined matrix reaches over the seam, and no stored scale is the right one for it.
             joined = torch.cat([widened(read_plain(source, piece, part)) for piece, part in parts])
-            return quantize_weight(joined, form)
+            return _quantized(parts[0][0], joined, form)
     read = [_read_one(source, piece, part, form) for piece, part in parts]
     values, scales = zip(*read, strict=True)
     return torch.cat(values), torch.cat(scales)
@@ -125,11 +130,18 @@ def _read_one(source: TensorSource, piece: Piece, part: Part, form: LinearFormat
         assert scales is not None
         return values, scales
     if form.weight_dtype == "fp8":
-        return quantize_weight(read_plain(source, piece, part), form)
+        return _quantized(piece, read_plain(source, piece, part), form)
     # The scale of an output is that of its whole row, whichever columns of it are wanted.
-    values, scales = quantize_weight(read_plain(source, piece, Part(rows=part.rows)), form)
+    values, scales = _quantized(piece, read_plain(source, piece, Part(rows=part.rows)), form)
     first, end = part.columns or (0, piece.shape[1])
     return values[:, first:end], scales
+
+
+def _quantized(piece: Piece, weight_OI: Tensor, form: LinearFormat) -> tuple[Tensor, Tensor]:
+    values, scales = quantize_weight(weight_OI, form)
+    if not bool(scales.isfinite().all()):
+        raise CastoffError(f"{piece.name} holds NaN or infinity, and cannot be quantised")
+    return values, scales
 
 
 def _stored_dtype(scales: Piece) -> str:

@@ -34,6 +34,7 @@ class RopeSpec:
     def __post_init__(self) -> None:
         _require_positive(self, "theta", "beta_fast", "beta_slow")
         if self.type == "yarn":
+            _require(self.theta > 1, f"rope_theta must be above 1 for yarn, not {self.theta:g}")
             _require(self.factor >= 1, f"the yarn factor must be at least 1, not {self.factor}")
             _require(self.original_max_position_embeddings is not None, "yarn needs original_max_position_embeddings")
 

@@ -245,7 +245,8 @@ def _num_layers(raw: HfConfig) -> int:
 
 
 def _num_mtp_blocks(raw: HfConfig) -> int:
-    return raw.integer("num_nextn_predict_layers", minimum=0, maximum=_MAX_LAYERS)
+    # transformers' own configs do not write it: what it saves has no MTP block.
+    return raw.integer("num_nextn_predict_layers", minimum=0, maximum=_MAX_LAYERS, default=0)
 
 
 def _read_topk_limit(raw: HfConfig) -> int:

@@ -47,8 +47,9 @@ def _parsed(path: Path, text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         place = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise CastoffError(f"{path}: not valid YAML: {error.problem}{place}") from None
-    # PyYAML lets a plain ValueError through for an impossible date or an integer of thousands of digits.
-    except (yaml.YAMLError, ValueError) as error:
+    # PyYAML lets a plain ValueError through for an impossible date or an integer of thousands of digits, and others for
+    # a tag that does not go with its value.
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CastoffError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise CastoffError(f"{path}: not valid YAML: lists or mappings are nested too deeply") from None

@@ -47,18 +47,18 @@ def test_json(capsys: Capture, model: str) -> None:
 
 
 def test_op_times_come_without_a_profile(capsys: Capture, model: str, tmp_path: Path) -> None:
-    # The profiler is emptied several times within such a run.
     arguments = [*run_of(model)[:-2], "--max-new-tokens", "100", "--ignore-eos", "--random-prompts", "1x20"]
     target = tmp_path / "run.json"
     assert exit_status(*arguments, "--json", str(target)) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    assert "mlapo: 300 calls" in captured.out
+    assert "decode mlapo: 297 calls" in captured.out
     report = json.loads(target.read_text())
-    ops = {op["name"]: op for op in report["ops"]}
+    ops = {(op["phase"], op["name"]): op for op in report["ops"]}
     # One prefill and 99 decode steps of three layers, of one token.
-    assert ops["mlapo"]["calls"] == ops["dsa_indexer"]["calls"] == 100 * 3
-    assert ops["sample"]["calls"] == 100 * 2
+    for phase, passes in (("prefill", 1), ("decode", 99)):
+        assert ops[phase, "mlapo"]["calls"] == ops[phase, "dsa_indexer"]["calls"] == passes * 3
+        assert ops[phase, "sample"]["calls"] == passes * 2
     for op in ops.values():
         assert op["mean_s"] == pytest.approx(op["total_s"] / op["calls"])
         assert op["origin"] == "measured"
@@ -74,10 +74,11 @@ def test_profile(capsys: Capture, model: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     arguments = [*run_of(model), "--random-prompts", "1x20", "--profile", str(trace), "--json", "-"]
     assert exit_status(*arguments) == 0
-    ops = {op["name"]: op for op in json.loads(capsys.readouterr().out)["ops"]}
+    ops = {(op["phase"], op["name"]): op for op in json.loads(capsys.readouterr().out)["ops"]}
     # One prefill and five decode steps of three layers.
-    assert ops["mlapo"]["calls"] == ops["dsa_indexer"]["calls"] == 6 * 3
-    assert ops["mlapo"]["mean_s"] > 0
+    for name in ("mlapo", "dsa_indexer"):
+        assert (ops["prefill", name]["calls"], ops["decode", name]["calls"]) == (3, 5 * 3)
+        assert ops["decode", name]["mean_s"] > 0
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"mlapo", "dsa_indexer", "multihead_latent_attention"} <= names
 
@@ -167,30 +168,76 @@ def test_a_config_without_weights(capsys: Capture, model: str) -> None:
     assert "--random-weights SEED" in capsys.readouterr().err
 
 
-def test_compare(capsys: Capture, model: str, tmp_path: Path) -> None:
+@pytest.fixture
+def cast_and_run(capsys: Capture, model: str, tmp_path: Path) -> tuple[str, str]:
+    """JSON of a cast of a decode step with the backend `castoff`, and of a run."""
     cast_json, run_json = str(tmp_path / "cast.json"), str(tmp_path / "run.json")
-    plain = ["--device", "h200_sxm", "--quantize-linear-action", "DISABLED", "--context-length", "20"]
-    assert exit_status("cast", model, *plain, "--json", cast_json) == 0
-    profile = ["--profile", str(tmp_path / "trace.json")]
-    assert exit_status(*run_of(model), "--random-prompts", "1x20", *profile, "--json", run_json) == 0
+    plain = ["--device", "h200_sxm", "--backend", "castoff", "--quantize-linear-action", "DISABLED"]
+    assert exit_status("cast", model, *plain, "--context-length", "20", "--json", cast_json) == 0
+    assert exit_status(*run_of(model), "--random-prompts", "1x20", "--json", run_json) == 0
     capsys.readouterr()
+    return cast_json, run_json
+
+
+def test_compare(capsys: Capture, cast_and_run: tuple[str, str]) -> None:
+    cast_json, run_json = cast_and_run
     assert exit_status("compare", cast_json, run_json, "--json", "-") == 0
     found = json.loads(capsys.readouterr().out)
     ops = {op["name"]: op for op in found["ops"]}
     predicted = {op["name"]: op["mean_s"] for op in json.loads(Path(cast_json).read_text())["ops"]}
     assert ops["mlapo"]["predicted_s"] == predicted["mlapo"]
-    assert found["predicted_s"] == pytest.approx(
-        sum(op["calls"] * op["predicted_s"] for op in found["ops"] if op["predicted_s"] is not None)
-    )
+    # The run's decode passes alone, five of three layers, and exactly the cast's ops.
+    assert ops["mlapo"]["calls"] == 5 * 3
+    assert (found["mode"], found["not_run"], ops.keys()) == ("decode", [], predicted.keys())
+    assert found["predicted_s"] == pytest.approx(sum(op["calls"] * op["predicted_s"] for op in found["ops"]))
     assert found["ratio"] == pytest.approx(found["predicted_s"] / found["measured_s"])
     assert exit_status("compare", cast_json, run_json) == 0
     assert "total ms" in capsys.readouterr().out
 
 
-def test_compare_with_the_wrong_file(capsys: Capture, tmp_path: Path) -> None:
+def test_compare_with_the_wrong_files(capsys: Capture, cast_and_run: tuple[str, str], tmp_path: Path) -> None:
+    cast_json, run_json = cast_and_run
     (tmp_path / "other.json").write_text('{"ops": []}')
-    assert exit_status("compare", str(tmp_path / "other.json"), str(tmp_path / "missing.json")) == 2
-    assert "lists no op times" in capsys.readouterr().err
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name, wrong in (("other", "lists no op times"), ("deep", "is not JSON"), ("missing", "cannot read")):
+        assert exit_status("compare", str(tmp_path / f"{name}.json"), run_json) == 2
+        assert wrong in capsys.readouterr().err
+    for files in ((run_json, cast_json), (cast_json, cast_json), (run_json, run_json)):
+        assert exit_status("compare", *files) == 2
+        assert "lists no op times; make it with castoff" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("name", [1]), ("calls", "x"), ("calls", None), ("calls", 0), ("calls", -1), ("calls", 1e400), ("mean_s", "x"),
+        ("mean_s", None), ("mean_s", 10**400), ("mean_s", float("nan")), ("mean_s", -1.0), ("total_s", []),
+    ],
+)  # fmt: skip
+def test_compare_with_odd_figures(
+    capsys: Capture, cast_and_run: tuple[str, str], key: str, value: object, tmp_path: Path
+) -> None:
+    for index in (0, 1):
+        files = list(cast_and_run)
+        report = json.loads(Path(files[index]).read_text())
+        report["ops"][0][key] = value
+        files[index] = str(tmp_path / "odd.json")
+        Path(files[index]).write_text(json.dumps(report))
+        assert exit_status("compare", *files) == 2
+        error = capsys.readouterr().err
+        assert "no numbers of calls and seconds" in error
+        assert error.count("\n") == 1
+
+
+def test_an_op_that_took_no_time(capsys: Capture, cast_and_run: tuple[str, str]) -> None:
+    cast_json, run_json = cast_and_run
+    report = json.loads(Path(run_json).read_text())
+    for op in report["ops"]:
+        op["mean_s"] = op["total_s"] = 0.0
+    Path(run_json).write_text(json.dumps(report))
+    assert exit_status("compare", cast_json, run_json, "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["ratio"] is None
+    assert exit_status("compare", cast_json, run_json) == 0
 
 
 @pytest.mark.parametrize("linear", ["DISABLED", "W8A8_DYNAMIC", "W8A16_STATIC", "FP8"])

@@ -272,7 +272,8 @@ def _grouped_case(op: Op) -> Case:
 
 CASES: dict[str, Callable[[], Case]] = {
     "embedding": lambda: _case(tokens.EMBEDDING, ids(T, below=9), rand(9, D)),
-    "select_rows": lambda: _case(tokens.SELECT_ROWS, rand(T, D), rows=2),
+    "select_rows": lambda: _case(tokens.SELECT_ROWS, rand(T, D), None, rows=2),
+    "select_rows at places": lambda: _case(tokens.SELECT_ROWS, rand(T, D), torch.tensor([2, 0]), rows=2),
     "concat": lambda: _case(tokens.CONCAT, rand(T, D), rand(T, 3)),
     "sample": lambda: _case(tokens.SAMPLE, rand(T, 9)),
     "rms_norm": lambda: _case(norm.RMS_NORM, rand(T, D), rand(D), eps=1e-6),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from castoff.model.setup import resolve_setup
 from castoff.ops import collectives
 from castoff.ops.linear import Weight
 from castoff.ops.tokens import embedding
@@ -21,8 +20,7 @@ from castoff.runtime.distributed import RunParallel, World, for_rank, joined
 from castoff.runtime.engine import Engine, Rows
 from castoff.runtime.lockstep import LockstepEngine
 from castoff.runtime.stored import WHOLE, Part, Piece
-from castoff.spec.backend import load_backend
-from castoff.spec.device import load_device
+from castoff.runtime.structure import run_setup
 from castoff.spec.mesh import Group, Process
 from castoff.spec.model import load_model
 from castoff.spec.scenario import Mtp, Quant, Scenario
@@ -90,7 +88,9 @@ def _call(
     out = engine.forward(ids(0), rows, prefill=prefill, last=False)
     if not drafts:
         return out.logits_TV
-    return torch.cat([out.logits_TV, engine.draft(ids(1), out.hidden_TD, None, rows, prefill=prefill).logits_TV])
+    return torch.cat(
+        [out.logits_TV, engine.draft(ids(1), out.hidden_TD, None, rows, prefill=prefill, last=False).logits_TV]
+    )
 
 
 def engine_of(case: dict[str, Any], world: World) -> tuple[Engine, LoadedWeights, Watched]:
@@ -101,7 +101,7 @@ def engine_of(case: dict[str, Any], world: World) -> tuple[Engine, LoadedWeights
         quant=Quant(quantize_linear_action="DISABLED"),
         mtp=Mtp(num_mtp_tokens=case["drafts"]),
     )
-    setup = resolve_setup(spec, load_device("h200_sxm"), load_backend("nvidia"), scenario, "decode")
+    setup = run_setup(spec, scenario)
     setup = for_rank(setup, world)
     source = Watched(Checkpoint(Path(case["directory"]), spec, mtp=case["drafts"] > 0))
     dtype, cpu = getattr(torch, case["dtype"]), torch.device("cpu")

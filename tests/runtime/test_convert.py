@@ -373,7 +373,7 @@ def test_a_checkpoint_that_is_not_whole(source: Path, tmp_path: Path) -> None:
     tensors = tensors_of(source)
     del tensors["model.layers.4.eh_proj.weight"]
     write_tensors(source, tensors)
-    assert "model.layers.4.eh_proj.weight missing" in refused(source, "FP8", tmp_path / "out")
+    assert "lacks model.layers.4.eh_proj.weight" in refused(source, "FP8", tmp_path / "out")
 
 
 def test_file_names_that_leave_the_directory(sharded: Path, tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_file_names_that_leave_the_directory(sharded: Path, tmp_path: Path) -> N
     file = next(iter(index["weight_map"].values()))
     moved = {name: f"../source/{own}" if own == file else own for name, own in index["weight_map"].items()}
     (sharded / INDEX).write_text(json.dumps({"weight_map": moved}))
-    assert "files beside the index are read" in refused(sharded, "FP8", tmp_path / "out")
+    assert "which is no file beside it" in refused(sharded, "FP8", tmp_path / "out")
 
 
 def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

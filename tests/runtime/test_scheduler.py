@@ -7,14 +7,12 @@ import pytest
 
 from castoff.errors import CastoffError
 from castoff.model.decoder import PassOutput
-from castoff.model.setup import resolve_setup
 from castoff.runtime.checkpoint import LoadedWeights, RandomTensors
 from castoff.runtime.engine import Engine, Rows
 from castoff.runtime.sampling import Sampling
 from castoff.runtime.scheduler import Request, Result, Scheduler, Statistics
 from castoff.runtime.stored import WHOLE, Part, Piece
-from castoff.spec.backend import load_backend
-from castoff.spec.device import load_device
+from castoff.runtime.structure import run_setup
 from castoff.spec.model import ModelSpec, read_model
 from castoff.spec.scenario import Mtp, Quant, Scenario
 
@@ -53,7 +51,7 @@ def engine_of(
     kind: type[Engine] = Engine,
 ) -> Engine:  # fmt: skip
     scenario = Scenario(quant=Quant(quantize_linear_action="DISABLED"), mtp=Mtp(num_mtp_tokens=drafts))
-    setup = resolve_setup(spec_of(vocabulary), load_device("h200_sxm"), load_backend("nvidia"), scenario, "decode")
+    setup = run_setup(spec_of(vocabulary), scenario)
     cpu = torch.device("cpu")
     weights = LoadedWeights(setup, Wide(seed), dtype=dtype, device=cpu)
     return kind(setup, weights, num_blocks=blocks, block_tokens=16, dtype=dtype, device=cpu)
@@ -163,7 +161,7 @@ class TestSpeculation:
     @pytest.mark.parametrize("seed", range(20))
     def test_drafts_change_no_token(self, seed: int) -> None:
         # Three words: drafts are accepted by chance.
-        requests = requests_of(seed, 6, vocabulary=3)
+        requests = requests_of(seed, 4, vocabulary=3)
         plain, _ = run(engine_of(seed, 0, vocabulary=3), requests)
         for drafts in (1, 2, 3):
             speculative, statistics = run(engine_of(seed, drafts, vocabulary=3), requests)

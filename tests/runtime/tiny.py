@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from castoff.model.decoder import Decoder, Direct
-from castoff.model.setup import resolve_setup
 from castoff.runtime.checkpoint import Checkpoint, LoadedWeights
 from castoff.runtime.engine import Engine, Rows
-from castoff.spec.backend import load_backend
-from castoff.spec.device import load_device
+from castoff.runtime.structure import run_setup
 from castoff.spec.model import ModelSpec, load_model
 from castoff.spec.scenario import Mtp, Quant, Scenario
 
@@ -202,7 +200,7 @@ def engine(
 def setup_of(spec: ModelSpec, *, mtp_tokens: int = 0, action: Any = "DISABLED") -> Any:
     """The structure of a run on one rank, unquantised unless told."""
     scenario = Scenario(quant=Quant(quantize_linear_action=action), mtp=Mtp(num_mtp_tokens=mtp_tokens))
-    return resolve_setup(spec, load_device("h200_sxm"), load_backend("nvidia"), scenario, "decode")
+    return run_setup(spec, scenario)
 
 
 class Recording(Direct):

@@ -66,7 +66,7 @@ def load_text(folder: Path, text: str) -> Backend:
 
 
 def test_what_is_shipped() -> None:
-    assert shipped_backends() == ("ascend", "nvidia")
+    assert shipped_backends() == ("ascend", "castoff", "nvidia")
 
 
 @pytest.mark.parametrize("name", shipped_backends())
@@ -183,7 +183,9 @@ def test_faults_name_file_key_and_allowed(tmp_path: Path, old: str, new: str, sa
 
 
 def test_unknown_name_gives_the_nearest() -> None:
-    with pytest.raises(CastoffError, match=r"unknown backend 'ascent' \(did you mean 'ascend'.*known: ascend, nvidia"):
+    with pytest.raises(
+        CastoffError, match=r"unknown backend 'ascent' \(did you mean 'ascend'.*known: ascend, castoff, nvidia"
+    ):
         load_backend("ascent")
 
 

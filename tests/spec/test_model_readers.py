@@ -27,7 +27,7 @@ class TestKeys:
     """Which keys are needed, checked, ignored, unknown."""
 
     NEEDED_BY_ALL = (
-        "model_type hidden_size vocab_size num_hidden_layers num_nextn_predict_layers num_attention_heads q_lora_rank "
+        "model_type hidden_size vocab_size num_hidden_layers num_attention_heads q_lora_rank "
         "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim intermediate_size n_routed_experts "
         "num_experts_per_tok n_shared_experts moe_intermediate_size n_group topk_group routed_scaling_factor "
         "norm_topk_prob rms_norm_eps max_position_embeddings tie_word_embeddings"
@@ -41,6 +41,13 @@ class TestKeys:
         assert refused(config) == f"dir/config.json: {key} is missing"
         config[key] = None
         assert refused(config) == f"dir/config.json: {key} is null, but a value is needed"
+
+    @pytest.mark.parametrize("model", ["zai-org/GLM-5.2", "deepseek-ai/DeepSeek-V3.2"])
+    def test_without_mtp_blocks(self, model: str) -> None:
+        """transformers does not write the key, and what it saves has none."""
+        config = raw_config(model)
+        del config["num_nextn_predict_layers"]
+        assert read(config).num_nextn_predict_layers == 0
 
     @pytest.mark.parametrize(
         ("model", "key", "said"),

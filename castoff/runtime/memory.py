@@ -1,0 +1,60 @@
+"""Whether weights and caches of a run fit, before any is made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import lazy_loader as lazy
+
+from castoff.errors import CastoffError
+from castoff.model.setup import Setup
+from castoff.model.weights import RankWeights
+from castoff.ops.program import Recorder, Tensor
+from castoff.ops.work import DTYPE_BYTES
+
+torch = lazy.load("torch")
+
+
+def check_fits(setup: Setup, cache_tokens: int, *, dtype: Tensor, device: Tensor) -> None:
+    """Raise CastoffError where this rank's weights and caches for so many tokens exceed the memory that is free."""
+    weights_bytes = _weights_bytes(setup, dtype.itemsize)
+    cache_bytes = cache_tokens * _token_bytes(setup, dtype.itemsize)
+    free_bytes = _free_bytes(device)
+    if free_bytes is not None and weights_bytes + cache_bytes > free_bytes:
+        raise CastoffError(
+            f"the run needs {weights_bytes:,} bytes for weights and {cache_bytes:,} for caches, and {free_bytes:,} are "
+            "free; take fewer layers with --num-hidden-layers-override, a smaller --dtype, or fewer and shorter "
+            "requests at once"
+        )
+
+
+def _weights_bytes(setup: Setup, itemsize: int) -> int:
+    held, total = RankWeights(setup, Recorder()), 0.0
+    layers = setup.model.num_hidden_layers + (setup.mtp.num_mtp_tokens > 0)
+    for weights in (held.outer(), *(held.layer(layer) for layer in range(layers))):
+        for weight in weights.values():
+            plain = weight.values.elements * max(itemsize, DTYPE_BYTES[weight.values.dtype])
+            total += float(plain) if weight.is_plain else weight.bytes
+    return int(total)
+
+
+def _token_bytes(setup: Setup, itemsize: int) -> int:
+    model, cache, has_mtp = setup.model, setup.cache, setup.mtp.num_mtp_tokens > 0
+    layers = model.num_hidden_layers + has_mtp
+    full = model.indexer_types.count("full") + has_mtp if model.indexer else 0
+    if cache.action != "DISABLED":
+        return layers * cache.latent_row_bytes + full * cache.index_row_bytes
+    return itemsize * (layers * (model.kv_lora_rank + model.qk_rope_head_dim) + full * cache.index_key_bytes // 2)
+
+
+def _free_bytes(device: Tensor) -> int | None:
+    """Free memory of the device; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+    except (OSError, StopIteration):
+        pages = os.sysconf_names.get("SC_AVPHYS_PAGES")
+        return None if pages is None else os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
