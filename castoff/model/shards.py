@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from castoff.model.sharding import piece_index
-from castoff.model.weights import Parameter
 from castoff.spec.mesh import Group, Mesh
+
+if TYPE_CHECKING:
+    from castoff.model.weights import Parameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import Literal
 
 from castoff.dims import product
 from castoff.model.setup import Setup
+from castoff.model.shards import held_shape, rank_cuts
 from castoff.ops.linear import Weight
 from castoff.ops.program import Recorder
-from castoff.spec.mesh import Mesh
 from castoff.spec.model import ModelSpec
 from castoff.spec.quant import LinearFormat
 
@@ -195,24 +195,11 @@ class RankWeights:
         return Weight(values, self._recorder.tensor(*scales, dtype=form.scale_dtype, kind="weight"), form)
 
     def _rank_shape(self, parameter: Parameter) -> tuple[int, ...] | None:
-        mesh, shape = self._setup.mesh, list(parameter.shape)
+        mesh = self._setup.mesh
         hosts_shared = mesh.parallel.host_external_shared_experts
+        shape = held_shape(parameter.shape, rank_cuts(parameter, mesh))
         if parameter.name.startswith("mlp.experts."):
-            if hosts_shared:
-                return None
-            shape[0] = mesh.experts_per_rank
+            return None if hosts_shared else (mesh.experts_per_rank, *shape[1:])
         if parameter.name.startswith("mlp.shared_experts.") and mesh.shared_expert_ranks and not hosts_shared:
             return None
-        for axis, group in parameter.split:
-            if group != "ep":
-                shape[axis] //= shared_expert_split(mesh) if group == "shared" else getattr(mesh, group).size
-        if parameter.name == "model.embed_tokens":
-            shape[0 if mesh.parallel.word_embedding_tp == "row" else 1] //= mesh.embed_tp.size
-        return tuple(shape)
-
-
-def shared_expert_split(mesh: Mesh) -> int:
-    """Ranks over which the shared expert is split: the routed experts' TP without EP; with it, TP if asked for."""
-    if mesh.ep.size == 1:
-        return mesh.moe_tp.size
-    return mesh.tp.size if mesh.parallel.enable_shared_expert_tp else 1
+        return shape

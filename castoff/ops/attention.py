@@ -184,12 +184,15 @@ def row_slots(topk_TK: Tensor, block_tables: Tensor, block_tokens: int) -> Tenso
 
 def _attend(q_BSHX: Tensor, rows_BLX: Tensor, allowed_BSL: Tensor, sizes: AttentionSizes) -> Tensor:
     """Softmax over the allowed rows, at no less than fp32, and the weighted sum of their latents: (B, S, H, R)."""
-    scores = torch.einsum("bshx,blx->bshl", q_BSHX, rows_BLX) * sizes.softmax_scale
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    wide = wide.masked_fill(~allowed_BSL[:, :, None], -torch.inf)
+    wide = torch.promote_types(q_BSHX.dtype, torch.float32)
+    # A CPU without instructions for them multiplies 16-bit numbers tens of times slower than fp32.
+    product = q_BSHX.dtype if q_BSHX.is_cuda else wide
+    rows_BLX = rows_BLX.to(product)
+    scores = torch.einsum("bshx,blx->bshl", q_BSHX.to(product), rows_BLX).to(wide) * sizes.softmax_scale
+    scores = scores.masked_fill(~allowed_BSL[:, :, None], -torch.inf)
     # A padded request sees nothing: its result is zero, not NaN.
-    weights = wide.softmax(dim=-1).nan_to_num_(0.0).to(scores.dtype)
-    return torch.einsum("bshl,blr->bshr", weights, rows_BLX[..., : sizes.kv_lora_rank])
+    weights = scores.softmax(dim=-1).nan_to_num_(0.0).to(product)
+    return torch.einsum("bshl,blr->bshr", weights, rows_BLX[..., : sizes.kv_lora_rank]).to(q_BSHX.dtype)
 
 
 def selected_positions(topk_BSK: Tensor, columns: int) -> Tensor:

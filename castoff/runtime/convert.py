@@ -20,7 +20,7 @@ from castoff.model.setup import Setup
 from castoff.model.weights import layer_parameters, outer_parameters, parameter_format
 from castoff.ops.program import Tensor
 from castoff.runtime.checkpoint import INDEX_FILE, Checkpoint, checkpoint_pieces
-from castoff.runtime.shard import TEMPORARY_PREFIX, Contents, is_whole, replacing, shard_bytes, write_shard
+from castoff.runtime.safetensors_file import TEMPORARY_PREFIX, Contents, is_whole, replacing, shard_bytes, write_shard
 from castoff.runtime.stored import (
     QUANTIZED_DTYPES,
     SCALE_SUFFIXES,

@@ -64,7 +64,6 @@ def _run(
     _check_graph(setup, options)
     tokenizer = load_tokenizer(model)
     requests = [Request(prompt, options.max_new_tokens) for prompt in read_prompts(options, spec, tokenizer)]
-    _note_long_requests(spec, requests)
     blocks, dtype, device = (
         _blocks(setup, options, requests),
         getattr(torch, options.dtype),
@@ -72,6 +71,7 @@ def _run(
     )
     source = _source(model, setup, options)
     check_fits(setup, (blocks + 1) * options.kv_block_tokens, dtype=dtype, device=device)
+    _note_long_requests(spec, requests)
     weights = LoadedWeights(setup, source, dtype=dtype, device=device, progress=progress)
     engine = _engine(setup, weights, options, requests, blocks)
     scheduler = _scheduler(engine, options, progress)

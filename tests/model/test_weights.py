@@ -18,7 +18,6 @@ from castoff.model.weights import (
     layer_parameters,
     model_parameters,
     outer_parameters,
-    shared_expert_split,
 )
 from castoff.ops.linear import Weight
 from castoff.ops.program import Recorder
@@ -213,7 +212,10 @@ def weights_of(setup: Setup, layer: int) -> dict[str, Weight]:
 
 def split_size(mesh: Mesh, group: str) -> int:
     if group == "shared":
-        return shared_expert_split(mesh)
+        # The routed experts' TP without EP; with it, TP if asked for.
+        if mesh.ep.size == 1:
+            return mesh.moe_tp.size
+        return mesh.tp.size if mesh.parallel.enable_shared_expert_tp else 1
     size = getattr(mesh, group).size
     assert isinstance(size, int)
     return size

@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from castoff.errors import CastoffError
-from castoff.runtime import shard
+from castoff.runtime import safetensors_file
 from castoff.runtime.checkpoint import Checkpoint
 from castoff.runtime.convert import STATE_FILE, convert
 from castoff.runtime.generate import default_action
@@ -399,7 +399,7 @@ def test_a_disk_that_fills_up(sharded: Path, tmp_path: Path, monkeypatch: pytest
             raise OSError(28, "No space left on device")
         real(descriptor)
 
-    monkeypatch.setattr(shard.os, "fsync", full)
+    monkeypatch.setattr(safetensors_file.os, "fsync", full)
     with pytest.raises(CastoffError, match="No space left on device; the same command goes on"):
         convert(str(sharded), "FP8", tmp_path / "out")
     monkeypatch.undo()

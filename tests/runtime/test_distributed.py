@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,12 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
     "dp 4, ep 4, one rank without requests": {"ep_size": 4},
     "tp 4, experts whole": {"tp_size": 4, "moe_dp_size": 4, "mlp_tp_size": 1},
 }  # fmt: skip
+
+
+def test_the_sizes_of_a_run_are_those_of_a_cast() -> None:
+    """Under the same names and with the same defaults."""
+    sizes = {item.name: item.default for item in fields(Parallel)}
+    assert {item.name: item.default for item in fields(RunParallel)}.items() <= sizes.items()
 
 
 def torchrun(ranks: int, *arguments: str) -> str:
