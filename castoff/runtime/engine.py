@@ -127,7 +127,7 @@ class Engine:
         if drafts > 1:
             at_B = torch.arange(rows, device=self.device) * (1 + drafts)
             topk_BK = self.shared_topk(draft, at_B)
-            self.draft(ids_BS[:, :1], draft.hidden_TD[at_B], topk_BK, nobody, prefill=False)
+            self.draft(zeros_B[:, None], draft.hidden_TD[at_B], topk_BK, nobody, prefill=False)
 
     def finish(self) -> None:
         """This rank has no more calls to make; others may."""

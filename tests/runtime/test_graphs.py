@@ -16,7 +16,7 @@ from castoff.runtime.checkpoint import Checkpoint, LoadedWeights
 from castoff.runtime.engine import Engine, StaticShapes
 from castoff.runtime.sampling import Sampling
 from castoff.runtime.scheduler import Request, Scheduler
-from castoff.spec.quant import CacheFormat
+from castoff.spec.quant import CacheFormat, LinearAction
 from tests.runtime.tiny import Tiny, setup_of, token_ids, torch
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow]
@@ -30,9 +30,11 @@ def fresh_compiler() -> None:
     torch.compiler.reset()
 
 
-def generate(tiny: Tiny, *, graph: graphs.GraphMode, mtp_tokens: int) -> list[list[int]]:
+def generate(
+    tiny: Tiny, *, graph: graphs.GraphMode, mtp_tokens: int, action: LinearAction = "DISABLED"
+) -> list[list[int]]:
     """Tokens of three requests of unequal length through two slots, float64."""
-    setup = setup_of(tiny.spec, mtp_tokens=mtp_tokens)
+    setup = setup_of(tiny.spec, mtp_tokens=mtp_tokens, action=action)
     weights = LoadedWeights(
         setup, Checkpoint(tiny.directory, tiny.spec, mtp=mtp_tokens > 0), dtype=torch.float64, device=CPU
     )
@@ -43,14 +45,21 @@ def generate(tiny: Tiny, *, graph: graphs.GraphMode, mtp_tokens: int) -> list[li
     scheduler = Scheduler(engine, slots=2, chunk_tokens=16, sampling=Sampling())
     requests = [Request(tuple(token_ids(1, length, seed=length)[0].tolist()), 12) for length in PROMPTS]
     with torch.inference_mode():
+        engine.warm_up()
         return [result.tokens for result in scheduler.run(requests)]
 
 
-@pytest.mark.parametrize("kind", ["glm52", "deepseek_v32"])
-@pytest.mark.parametrize("mtp_tokens", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "mtp_tokens", "action"),
+    [
+        ("glm52", 0, "DISABLED"), ("glm52", 2, "DISABLED"), ("deepseek_v32", 2, "DISABLED"), ("glm5", 2, "FP8"),
+        ("deepseek_v32", 0, "W8A8_DYNAMIC"),
+    ],
+)  # fmt: skip
 def test_the_traced_decode_gives_the_same_tokens_in_one_graph(
-    tiny_checkpoint: Callable[..., Tiny], monkeypatch: pytest.MonkeyPatch, kind: str, mtp_tokens: int
-) -> None:
+    tiny_checkpoint: Callable[..., Tiny], monkeypatch: pytest.MonkeyPatch, kind: str, mtp_tokens: int,
+    action: LinearAction,
+) -> None:  # fmt: skip
     """Without a code generator, so that what is tested is the tracing: no break, no second graph as lengths grow."""
     traced: list[int] = []
 
@@ -64,9 +73,8 @@ def test_the_traced_decode_gives_the_same_tokens_in_one_graph(
 
     monkeypatch.setattr(graphs, "_compiled", compiled)
     tiny = tiny_checkpoint(kind)
-    assert generate(tiny, graph="compile", mtp_tokens=mtp_tokens) == generate(
-        tiny, graph="eager", mtp_tokens=mtp_tokens
-    )
+    eager, graph = (generate(tiny, graph=mode, mtp_tokens=mtp_tokens, action=action) for mode in ("eager", "compile"))
+    assert graph == eager
     # The main pass; with drafts, the first draft call over all tokens of the step, and the one after it over one token.
     assert len(traced) == (1 if mtp_tokens == 0 else 3)
 
@@ -78,7 +86,10 @@ def test_compiled_code_gives_the_same_tokens(tiny_checkpoint: Callable[..., Tiny
     assert generate(tiny, graph="compile", mtp_tokens=0) == generate(tiny, graph="eager", mtp_tokens=0)
 
 
-def test_the_indexer_is_one_graph_while_lengths_grow() -> None:
+@pytest.mark.parametrize("traced", [True, False], ids=["its reference", "the op"])
+def test_the_indexer_is_one_graph_while_lengths_grow(traced: bool) -> None:
+    """The op stays one node; its reference can be traced through as well."""
+    graphs.register()
     heads, width, rope, hidden, low_rank, block_tokens = 16, 12, 8, 10, 6, 4
     generator = torch.Generator().manual_seed(0)
 
@@ -95,7 +106,12 @@ def test_the_indexer_is_one_graph_while_lengths_grow() -> None:
         return graph
 
     def select(*inputs: Any) -> Any:
-        return dsa_indexer.dsa_indexer(*inputs, weights, sizes, sizes.topk_limit, None)[0]
+        if not traced:
+            return dsa_indexer.dsa_indexer(*inputs, weights, sizes, sizes.topk_limit, None)[0]
+        assert dsa_indexer.DSA_INDEXER.reference is not None
+        return dsa_indexer.DSA_INDEXER.reference(
+            *inputs, *weights.tensors, formats=weights.formats, sizes=sizes, topk=sizes.topk_limit, lengths=None
+        )[0]
 
     compiled = torch.compile(select, fullgraph=True, dynamic=False, backend=count)
     tables = torch.tensor([[0, 2, 4, 6], [1, 3, 5, 7]])

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from castoff.model.decoder import Decoder, Direct
+from castoff.model.setup import Setup
 from castoff.runtime.checkpoint import Checkpoint, LoadedWeights
 from castoff.runtime.engine import Engine, Rows
 from castoff.runtime.structure import run_setup
 from castoff.spec.model import ModelSpec, load_model
+from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Mtp, Quant, Scenario
 
 torch = pytest.importorskip("torch")
@@ -197,7 +199,7 @@ def engine(
     return Engine(setup, weights, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype, device=cpu)
 
 
-def setup_of(spec: ModelSpec, *, mtp_tokens: int = 0, action: Any = "DISABLED") -> Any:
+def setup_of(spec: ModelSpec, *, mtp_tokens: int = 0, action: LinearAction = "DISABLED") -> Setup:
     """The structure of a run on one rank, unquantised unless told."""
     scenario = Scenario(quant=Quant(quantize_linear_action=action), mtp=Mtp(num_mtp_tokens=mtp_tokens))
     return run_setup(spec, scenario)
