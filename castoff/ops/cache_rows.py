@@ -66,13 +66,27 @@ def index_scores(
 
         score(s, j) = sum_h w_sh · relu(q_sh · k_j · E^-0.5)
 
+    and over quantised keys an estimate of it, of the same size, since rotating both sides keeps q · k:
+
+        q8, q_scale = quantise(hadamard(q_sh))        per query and head, as a key is
+        score(s, j) = k_scale_j · sum_h (w_sh · q_scale_sh) · relu(q8_sh · k8_j · E^-0.5)
+
     head_weights: with their factor heads^-0.5. max_elements: of (B, S, H, L) scores, how many may exist at once.
     Every (query, row) pair is scored: what a query may see is the caller's to mask.
+    Int8 products are whole numbers far below 2^24 and add up exactly in fp32; float8 products are exact and rounded as
+    they add up. FP8 follows `fp8_index` of DeepSeek-V3.2's published inference code. INT8 follows the CANN indexer,
+    which divides the products by 1024 to stay inside fp16 and knows no E^-0.5: positive constants, which leave the
+    ranking as it is. Ours keeps the head weights at no less than fp32, where CANN has fp16.
     """
+    weights_BSH = widened(head_weights_BSH)
+    wide = weights_BSH.dtype
     if cache.action == "DISABLED":
-        wide = torch.promote_types(head_weights_BSH.dtype, torch.float32)
-        return _weighted_relu(q_BSHE.to(wide), head_weights_BSH.to(wide), key_rows_BLX, max_elements)
-    return score_quantized(q_BSHE, head_weights_BSH, key_rows_BLX, cache, max_elements=max_elements)
+        return _weighted_relu(q_BSHE.to(wide), weights_BSH, key_rows_BLX, max_elements)
+    q_values, q_scales = _rotate_quantize(q_BSHE, cache)
+    k_values, k_scales = unpack_index_keys(key_rows_BLX, cache)
+    weights_BSH = weights_BSH * q_scales.squeeze(-1).to(wide)
+    scores_BSL = _weighted_relu(q_values.to(wide), weights_BSH, k_values, max_elements)
+    return scores_BSL.mul_(k_scales.to(wide).transpose(-1, -2))
 
 
 def hadamard(x_XW: Tensor) -> Tensor:
@@ -134,33 +148,6 @@ def unpack_index_keys(rows_X: Tensor, cache: CacheFormat) -> tuple[Tensor, Tenso
     assert rows_X.shape[-1] == cache.index_row_bytes, "an indexer key has as many bytes as its format says"
     values, scales = rows_X.split([cache.index_key_bytes, cache.index_scale_bytes], dim=-1)
     return values.view(_value_dtype(cache)), _numbers(scales, _index_scale_dtype(cache))
-
-
-def score_quantized(
-    q_BSHE: Tensor,
-    head_weights_BSH: Tensor,
-    key_rows_BLX: Tensor,
-    cache: CacheFormat,
-    *,
-    max_elements: int = SCORE_ELEMENTS,
-) -> Tensor:
-    """Index scores (B, S, L) over quantised keys, at no less than fp32; arguments as in `index_scores`.
-
-        q8, q_scale = quantise(hadamard(q_sh))        per query and head, as a key is
-        score(s, j) = k_scale_j · sum_h (w_sh · q_scale_sh) · relu(q8_sh · k8_j · E^-0.5)
-
-    An estimate of the unquantised score, of the same size: rotating both sides keeps q · k. Int8 products are whole
-    numbers far below 2^24 and add up exactly in fp32; float8 products are exact and rounded as they add up.
-    FP8 follows `fp8_index` of DeepSeek-V3.2's published inference code. INT8 follows the CANN indexer, which divides
-    the products by 1024 to stay inside fp16 and knows no E^-0.5: positive constants, which leave the ranking as it is.
-    Ours keeps the head weights at no less than fp32, where CANN has fp16.
-    """
-    wide = torch.promote_types(head_weights_BSH.dtype, torch.float32)
-    q_values, q_scales = _rotate_quantize(q_BSHE, cache)
-    k_values, k_scales = unpack_index_keys(key_rows_BLX, cache)
-    weights_BSH = head_weights_BSH.to(wide) * q_scales.squeeze(-1).to(wide)
-    scores_BSL = _weighted_relu(q_values.to(wide), weights_BSH, k_values, max_elements)
-    return scores_BSL.mul_(k_scales.to(wide).transpose(-1, -2))
 
 
 def _weighted_relu(q_BSHE: Tensor, weights_BSH: Tensor, keys_BLE: Tensor, max_elements: int) -> Tensor:

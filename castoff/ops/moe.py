@@ -57,14 +57,18 @@ def _gate_reference(
         by_group = choice_TE.view(choice_TE.shape[0], groups, -1)
         group_scores = by_group.topk(2, dim=-1).values.sum(dim=-1)
         kept = torch.zeros_like(group_scores, dtype=torch.bool)
-        kept.scatter_(1, group_scores.topk(chosen_groups, dim=-1).indices, True)
+        kept.scatter_(1, _largest(group_scores, chosen_groups), True)
         choice_TE = by_group.masked_fill(~kept[..., None], -torch.inf).view_as(choice_TE)
-    # A stable sort: among equal experts the lowest comes first, on every device.
-    experts_TK = choice_TE.sort(dim=-1, descending=True, stable=True).indices[..., :experts_per_token]
+    experts_TK = _largest(choice_TE, experts_per_token)
     weights_TK = scores_TE.gather(1, experts_TK)
     if normalize:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
     return weights_TK * scale, experts_TK.to(torch.int32)
+
+
+def _largest(scores_TX: Tensor, count: int) -> Tensor:
+    """Places of the largest scores; by a stable sort, so that among equals the lowest comes first on every device."""
+    return scores_TX.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 MOE_GATE = Op("moe_gate", "moe_routing", _gate_shapes, _gate_work, _gate_reference, outputs=2)

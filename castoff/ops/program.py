@@ -1,8 +1,8 @@
 """Recording a forward pass: abstract tensors, op calls, and the program they make.
 
 `Abstract` stands for a tensor: a shape, a dtype, a memory tier and the recorder it belongs to, no data. An op that is
-given one appends an `OpCall` to that recorder's program and returns more of them. There is no ambient state: whoever
-holds no abstract tensor cannot record.
+given one appends an `OpCall` to that recorder's program and returns more of them. Recording has no ambient state:
+whoever holds no abstract tensor cannot record.
 
 A program is a schedule of blocks. Layers of one kind are one block that the schedule names many times, so a stack of
 78 layers is recorded, and later priced, once per kind.

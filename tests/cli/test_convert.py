@@ -7,8 +7,7 @@ import pytest
 
 from castoff.runtime.checkpoint import RandomTensors, model_pieces
 from castoff.spec.model import load_model
-from tests.cli.commands import exit_status
-from tests.cli.test_run import CONFIG
+from tests.cli.commands import CONFIG, exit_status
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -5,22 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import exit_status
+from tests.cli.commands import CONFIG, exit_status
 
 pytest.importorskip("torch")
 
 Capture = pytest.CaptureFixture[str]
-
-CONFIG = {
-    "model_type": "glm_moe_dsa", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
-    "moe_intermediate_size": 16, "num_attention_heads": 2, "kv_lora_rank": 16, "q_lora_rank": 24,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "index_topk": 16,
-    "index_n_heads": 16, "index_head_dim": 16, "max_position_embeddings": 512, "num_hidden_layers": 3,
-    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "num_nextn_predict_layers": 1,
-    "norm_topk_prob": True, "dtype": "bfloat16", "tie_word_embeddings": False,
-}  # fmt: skip
 
 
 @pytest.fixture

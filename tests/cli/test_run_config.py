@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import exit_status
-from tests.cli.test_run import CONFIG
+from tests.cli.commands import CONFIG, exit_status
 
 Capture = pytest.CaptureFixture[str]
 

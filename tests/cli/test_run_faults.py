@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import exit_status
-from tests.cli.test_run import CONFIG, run_of
+from tests.cli.commands import CONFIG, exit_status
+from tests.cli.test_run import run_of
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")

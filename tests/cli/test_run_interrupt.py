@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_run import CONFIG
+from tests.cli.commands import CONFIG
 
 pytest.importorskip("torch")
 

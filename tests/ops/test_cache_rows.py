@@ -365,7 +365,7 @@ class TestScores:
         q, weights, keys = score_inputs(dtype, head_dim=head_dim)
         q, keys = sixteenths(q), sixteenths(keys)
         own = cache(action, head_dim=head_dim)
-        scores = cache_rows.score_quantized(q, weights, cache_rows.pack_index_keys(keys, own), own)
+        scores = cache_rows.index_scores(q, weights, cache_rows.pack_index_keys(keys, own), own)
         assert (scores.shape, scores.dtype) == ((2, 3, 9), dtype)
         expected = naive_scores(dequantized(q.numpy(), action), weights.numpy(), dequantized(keys.numpy(), action))
         largest = float(np.abs(expected).max())
@@ -388,8 +388,8 @@ class TestScores:
         own = cache(action, head_dim=64)
         rows = cache_rows.pack_index_keys(keys, own)
         nothing = cache_rows.pack_index_keys(torch.zeros_like(keys), own)
-        assert not cache_rows.score_quantized(torch.zeros_like(q), weights, rows, own).any()
-        assert not cache_rows.score_quantized(q, weights, nothing, own).any()
+        assert not cache_rows.index_scores(torch.zeros_like(q), weights, rows, own).any()
+        assert not cache_rows.index_scores(q, weights, nothing, own).any()
 
     def test_select_nearly_what_exact_scores_select(self, action: str) -> None:
         rows, chosen = 4096, 2048

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from castoff.errors import CastoffError
 from castoff.runtime.checkpoint import Checkpoint, LoadedWeights, Piece, RandomTensors, model_pieces
 from castoff.runtime.engine import Engine
-from tests.runtime.tiny import Tiny, engine, prefill, setup_of, tensors_of, token_ids, torch, write_tensors
+from tests.runtime.tiny import Tiny, deal, engine, prefill, setup_of, tensors_of, token_ids, torch, write_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -32,21 +32,6 @@ def copied(tiny: Tiny, tmp_path: Path) -> Tiny:
     """The same checkpoint at a place where it may be spoilt."""
     shutil.copytree(tiny.directory, tmp_path / "model")
     return replace(tiny, directory=tmp_path / "model")
-
-
-def shard(directory: Path, files: int = 3) -> dict[str, str]:
-    """Deal a single file's tensors to several, with an index; returns the file of each tensor."""
-    tensors = tensors_of(directory)
-    names = sorted(tensors)
-    weight_map = {}
-    for number in range(files):
-        file = f"model-{number + 1:05}-of-{files:05}.safetensors"
-        own = {name: tensors[name] for name in names[number::files]}
-        weight_map.update(dict.fromkeys(own, file))
-        write_tensors(directory, own, file=file)
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (directory / SINGLE).unlink()
-    return weight_map
 
 
 def fault(tiny: Tiny, *, mtp: bool = False) -> str:
@@ -177,7 +162,7 @@ def test_stored_dtypes(copied: Tiny, dtype: Any) -> None:
 
 
 def test_sharded_equals_single_file(tiny: Tiny, copied: Tiny) -> None:
-    shard(copied.directory)
+    deal(copied.directory)
     single, sharded = loaded(tiny, mtp_tokens=1), loaded(copied, mtp_tokens=1)
     assert single.bytes == sharded.bytes > 0
     for layer in range(tiny.spec.num_hidden_layers + 1):
@@ -196,27 +181,27 @@ def test_truncated_single_file(copied: Tiny) -> None:
 
 @pytest.mark.parametrize("keep", [0, 4, 200, -1], ids=["empty", "half a length", "half a header", "one byte short"])
 def test_truncated_shard(copied: Tiny, keep: int) -> None:
-    file = sorted(set(shard(copied.directory).values()))[1]
+    file = sorted(set(deal(copied.directory).values()))[1]
     whole = (copied.directory / file).read_bytes()
     (copied.directory / file).write_bytes(whole[:keep])
     assert file in fault(copied)
 
 
 def test_missing_shard(copied: Tiny) -> None:
-    file = sorted(set(shard(copied.directory).values()))[2]
+    file = sorted(set(deal(copied.directory).values()))[2]
     (copied.directory / file).unlink()
     assert file in fault(copied)
 
 
 def test_tensor_missing_from_the_index(copied: Tiny) -> None:
-    weight_map = shard(copied.directory)
+    weight_map = deal(copied.directory)
     del weight_map["model.norm.weight"]
     (copied.directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert "model.norm.weight" in fault(copied)
 
 
 def test_tensor_that_its_shard_does_not_hold(copied: Tiny) -> None:
-    weight_map = shard(copied.directory)
+    weight_map = deal(copied.directory)
     name = "model.layers.0.input_layernorm.weight"
     other = next(file for file in weight_map.values() if file != weight_map[name])
     (copied.directory / INDEX).write_text(json.dumps({"weight_map": {**weight_map, name: other}}))
@@ -227,7 +212,7 @@ def test_tensor_that_its_shard_does_not_hold(copied: Tiny) -> None:
     "text", ["", "{", "{}", "[]", '{"weight_map": []}', '{"weight_map": {"model.norm.weight": 3}}']
 )
 def test_broken_index(copied: Tiny, text: str) -> None:
-    shard(copied.directory)
+    deal(copied.directory)
     (copied.directory / INDEX).write_text(text)
     assert str(copied.directory) in fault(copied)
 

@@ -25,7 +25,7 @@ from castoff.runtime.convert import STATE_FILE, convert
 from castoff.runtime.generate import default_action
 from castoff.spec.model import load_model
 from tests.runtime.fake_quant import FP8, dequantized
-from tests.runtime.tiny import Tiny, safetensors_torch, tensors_of, torch, write_tensors
+from tests.runtime.tiny import Tiny, deal, safetensors_torch, tensors_of, torch, write_tensors
 
 ACTIONS = ("W8A8_DYNAMIC", "FP8")
 SUFFIX = {"W8A8_DYNAMIC": "_scale", "FP8": "_scale_inv"}
@@ -49,22 +49,9 @@ def source(tiny_checkpoint: Callable[..., Tiny], tmp_path: Path) -> Path:
     return directory
 
 
-def shard_files(directory: Path) -> None:
-    """Deal the tensors to several files; scales may come to lie in another file than their weights."""
-    tensors = tensors_of(directory)
-    names, weight_map = sorted(tensors), {}
-    for number in range(FILES):
-        file = f"model-{number + 1:05}-of-{FILES:05}.safetensors"
-        own = {name: tensors[name] for name in names[number::FILES]}
-        weight_map.update(dict.fromkeys(own, file))
-        write_tensors(directory, own, file=file)
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (directory / SINGLE).unlink()
-
-
 @pytest.fixture
 def sharded(source: Path) -> Path:
-    shard_files(source)
+    deal(source, FILES)
     return source
 
 
@@ -145,7 +132,7 @@ def test_the_config_is_in_the_standard_form(source: Path, tmp_path: Path, action
 
 def test_sharded_equals_single_file(source: Path, tmp_path: Path, action: Any) -> None:
     convert(str(source), action, tmp_path / "single")
-    shard_files(source)
+    deal(source, FILES)
     report = convert(str(source), action, tmp_path / "sharded")
     single, sharded = all_tensors(tmp_path / "single"), all_tensors(tmp_path / "sharded")
     assert single.keys() == sharded.keys()
@@ -177,7 +164,7 @@ def test_from_one_format_to_the_other(source: Path, tmp_path: Path, first: Any, 
     write_tensors(source, {name: values.to(dtype) for name, values in tensors_of(source).items()})
     convert(str(source), first, tmp_path / "first")
     stored = tensors_of(tmp_path / "first")
-    shard_files(tmp_path / "first")
+    deal(tmp_path / "first", FILES)
     index = json.loads((tmp_path / "first" / INDEX).read_text())["weight_map"]
     assert any(index[name] != index[name + SUFFIX[first]] for name in index if name + SUFFIX[first] in index)
     convert(str(tmp_path / "first"), second, tmp_path / "second")

@@ -29,6 +29,7 @@ from castoff.spec.device import load_device
 from castoff.spec.mesh import Group, Process
 from castoff.spec.model import ModelSpec
 from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, Scenario
+from tests.cli.commands import CONFIG
 from tests.runtime.ranks import logits_of, prompts_of, rows_between
 from tests.runtime.tiny import Tiny, engine, torch
 
@@ -285,18 +286,6 @@ def test_pieces_regroup(larger: int, smaller: int) -> None:
             assert together == [place * ratio + piece for piece in range(ratio)]
 
 
-CONFIG = {
-    "model_type": "glm_moe_dsa", "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48,
-    "moe_intermediate_size": 16, "num_attention_heads": 2, "kv_lora_rank": 16, "q_lora_rank": 24,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "index_topk": 16,
-    "index_n_heads": 16, "index_head_dim": 16, "max_position_embeddings": 512, "num_hidden_layers": 3,
-    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "num_nextn_predict_layers": 1,
-    "norm_topk_prob": True, "dtype": "bfloat16", "tie_word_embeddings": True,
-}  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
@@ -308,7 +297,7 @@ CONFIG = {
 )
 def test_the_command(sizes: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """More requests than slots, of different lengths, with drafts and drawn tokens: the same as in one process."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 60, "tie_word_embeddings": True}))
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps([[1 + (7 * at + row) % 59 for at in range(3 + 11 * row)] for row in range(5)]))
     command = ["run", str(tmp_path), "--random-weights", "0", "--prompt-file", str(prompts), "--dtype", "float64"]

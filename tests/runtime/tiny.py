@@ -3,6 +3,7 @@
 Every weight is redrawn so that nothing is trivially zero or one: transformers starts norms at one, biases at zero.
 """
 
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -186,6 +187,21 @@ def write_tensors(directory: Path, tensors: dict[str, Any], *, file: str = "mode
     """One file of a checkpoint."""
     copies = {name: values.detach().clone().contiguous() for name, values in tensors.items()}
     safetensors_torch.save_file(copies, directory / file, metadata={"format": "pt"})
+
+
+def deal(directory: Path, files: int = 3) -> dict[str, str]:
+    """Deal a single file's tensors to several, with an index; returns the file of each tensor."""
+    tensors = tensors_of(directory)
+    names = sorted(tensors)
+    weight_map = {}
+    for number in range(files):
+        file = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        own = {name: tensors[name] for name in names[number::files]}
+        weight_map.update(dict.fromkeys(own, file))
+        write_tensors(directory, own, file=file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "model.safetensors").unlink()
+    return weight_map
 
 
 def engine(
