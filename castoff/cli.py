@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter
 from castoff import __version__, api
 from castoff.casting.measured import coverage, load_measured, require_hits
 from castoff.casting.summary import op_summaries
-from castoff.config_file import add_from_file
+from castoff.config_file import add_from_file, shipped_runs
 from castoff.errors import CastoffError, CastoffWarning
 from castoff.flags import (
     DeviceName,
@@ -27,6 +27,7 @@ from castoff.flags import (
     Grid,
     JsonTarget,
     Model,
+    OffloadGroup,
     OutputFlags,
     OutputGroup,
     RunGroup,
@@ -110,10 +111,16 @@ def run(
     /,
     *,
     config: Annotated[
-        Path | None, Parameter(metavar="FILE", help="YAML file of these flags, with underscores; those given here win.")
+        Path | None,
+        Parameter(
+            metavar="FILE",
+            help="YAML file of these flags, with underscores; those given here win. castoff has "
+            + ", ".join(shipped_runs()),
+        ),
     ] = None,
     options: RunGroup | None = None,
     parallel: RunParallelGroup | None = None,
+    offload: OffloadGroup | None = None,
     num_hidden_layers_override: Annotated[
         int | None, Parameter(help="Keep only the first layers of the model.")
     ] = None,
@@ -130,6 +137,7 @@ def run(
             model,
             options,
             parallel,
+            offload,
             num_hidden_layers=num_hidden_layers_override,
             op_times=json is not None,
             progress=show_progress,

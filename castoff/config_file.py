@@ -17,6 +17,7 @@ from castoff.spec.toml_file import Table, shown
 from castoff.spec.yaml_file import read_yaml
 
 CONFIG_FLAG = "--config"
+_RUNS = Path(__file__).resolve().parent / "data" / "runs"
 
 
 def add_from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -27,7 +28,7 @@ def add_from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollec
     config = next((argument for argument in arguments if argument.name == CONFIG_FLAG), None)
     if config is None or not config.tokens:
         return
-    table = read_yaml(Path(config.tokens[0].value))
+    table = read_yaml(_file_of(config.tokens[0].value))
     # An argument that is a whole group of flags is not given by itself.
     single = [argument for argument in arguments if argument is not config and plain_types(argument.hint)]
     by_key = {argument.field_info.name: argument for argument in single}
@@ -35,6 +36,16 @@ def add_from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollec
     for key, argument in by_key.items():
         if key in table.values:
             _add(table, key, argument)
+
+
+def shipped_runs() -> tuple[str, ...]:
+    """Names of the settings that come with castoff."""
+    return tuple(sorted(path.stem for path in _RUNS.glob("*.yaml")))
+
+
+def _file_of(name_or_path: str) -> Path:
+    """The shipped file of a name, else the path itself."""
+    return _RUNS / f"{name_or_path}.yaml" if name_or_path in shipped_runs() else Path(name_or_path)
 
 
 def _add(table: Table, key: str, argument: Argument) -> None:

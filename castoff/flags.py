@@ -24,6 +24,7 @@ from castoff.runtime.distributed import RunParallel
 from castoff.runtime.options import RunOptions
 from castoff.spec.device import shipped_devices
 from castoff.spec.model import shipped_models
+from castoff.spec.offload import Offload
 from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, Scenario, Workload
 from castoff.spec.toml_file import did_you_mean
 
@@ -258,8 +259,21 @@ StructureGroup = Annotated[Structure, _group("Deployment", 2)]
 StepGroup = Annotated[StepFlags, _group("Pricing", 6)]
 RunGroup = Annotated[RunOptions, _group("Run", 1)]
 RunParallelGroup = Annotated[RunParallel, _group("Parallelism", 2)]
+OffloadGroup = Annotated[Offload, _group("KV offload", 3)]
 OutputGroup = Annotated[OutputFlags, _group("Output", 7)]
-DOCUMENTED = (RunOptions, Scenario, Workload, Parallel, Quant, Mtp, Compilation, Structure, StepFlags, OutputFlags)
+DOCUMENTED = (
+    RunOptions,
+    Offload,
+    Scenario,
+    Workload,
+    Parallel,
+    Quant,
+    Mtp,
+    Compilation,
+    Structure,
+    StepFlags,
+    OutputFlags,
+)
 
 
 def check_tokens(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

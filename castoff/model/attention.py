@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from castoff.model.indexer import index_tokens
-from castoff.model.inputs import CacheSource, StepInputs
+from castoff.model.inputs import AttendedRows, CacheSource, Selected, StepInputs
 from castoff.model.setup import Setup
 from castoff.model.sharding import exchange_heads, project_and_reduce
 from castoff.ops.attention import AttentionSizes, absorb_query, expand_value, multihead_latent_attention, rescale_shard
@@ -24,24 +24,30 @@ def attention(
     inputs: StepInputs,
     layer: int,
     normed_TD: Tensor,
-    topk_TK: Tensor | None,
+    selected: Selected,
     *,
     indexer: str,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer over whole tokens; returns its output (whole or split) and the top-k ids it used.
+) -> tuple[Tensor, Selected]:
+    """Attention of one layer over whole tokens; returns its output (whole or split) and the selection that it used.
 
-    indexer: "full" scores and selects, "shared" uses topk_TK, "reuse" uses topk_TK and still writes indexer keys,
-    "none" is dense attention.
+    indexer: "full" scores and selects, "shared" uses `selected`, "reuse" uses it and still writes indexer keys, "none"
+    is dense attention.
     """
     model, mesh = setup.model, setup.mesh
     heads = model.num_attention_heads // mesh.tp.size
-    kv_cache = caches.latent(layer)
+    latent = caches.latent(layer)
+    written, slots_T = latent.written_to(inputs)
     q_THX, _, _, qa_normed_TQ = mlapo(
-        normed_TD, inputs.cos_TP, inputs.sin_TP, inputs.slot_mapping_T, kv_cache,
+        normed_TD, inputs.cos_TP, inputs.sin_TP, slots_T, written,
         _mlapo_weights(weights), _mlapo_sizes(setup, heads), model.latent_norm_eps,
     )  # fmt: skip
-    topk_TK = index_tokens(setup, weights, caches, inputs, layer, normed_TD, qa_normed_TQ, topk_TK, indexer=indexer)
-    out_THV = _attend(setup, weights, kv_cache, inputs, q_THX, topk_TK)
+    topk_TK = index_tokens(
+        setup, weights, caches, inputs, layer, normed_TD, qa_normed_TQ, selected.topk_TK, indexer=indexer
+    )
+    chosen_here = indexer in ("full", "none")
+    rows, selected = latent.select(inputs, Selected(topk_TK) if chosen_here else selected, chosen_here=chosen_here)
+    out_THV = _attend(setup, weights, inputs, q_THX, rows)
+    latent.attended(selected)
     heads_TI = out_THV.view(out_THV.shape[0], heads * model.v_head_dim)
     out_TD = project_and_reduce(
         exchange_heads(heads_TI, mesh.o_proj_tp, mesh.tp),
@@ -52,17 +58,10 @@ def attention(
         split=setup.sequence_parallel,
         fused="matmul_all_reduce" in setup.fusions,
     )
-    return out_TD, topk_TK
+    return out_TD, selected
 
 
-def _attend(
-    setup: Setup,
-    weights: Weights,
-    kv_cache: Tensor,
-    inputs: StepInputs,
-    q_THX: Tensor,
-    topk_TK: Tensor | None,
-) -> Tensor:
+def _attend(setup: Setup, weights: Weights, inputs: StepInputs, q_THX: Tensor, rows: AttendedRows) -> Tensor:
     """Attention of this rank's heads, (T, H, V).
 
     With DCP a rank scores the heads of its whole DCP group against the rows it holds; the partial results, weighted by
@@ -86,8 +85,8 @@ def _attend(
     if dcp.size > 1:
         q_THX = all_gather(absorb_query(q_THX, kv_b, sizes), dcp, axis=1)
     out_THX, *lse_TH = multihead_latent_attention(
-        q_THX, kv_cache, topk_TK, inputs.block_tables, inputs.seq_lens_B, kv_b,
-        sizes, inputs.lengths, phase=setup.mode, quantized=setup.cache.action != "DISABLED",
+        q_THX, rows.cache, rows.ids_TK, rows.block_tables, rows.seq_lens_B, kv_b,
+        sizes, inputs.lengths, staging=rows.staging, phase=setup.mode, quantized=setup.cache.action != "DISABLED",
     )  # fmt: skip
     if dcp.size == 1:
         return out_THX

@@ -14,7 +14,7 @@ from typing import Protocol
 from castoff.dims import Dim
 from castoff.model.attention import Weights, attention
 from castoff.model.head import embed, logits_and_sample
-from castoff.model.inputs import AbstractCaches, CacheSource, StepInputs, abstract_inputs
+from castoff.model.inputs import AbstractCaches, CacheSource, Selected, StepInputs, abstract_inputs
 from castoff.model.moe import dense_mlp, moe
 from castoff.model.setup import Setup
 from castoff.model.sharding import join_tokens
@@ -70,12 +70,15 @@ class Direct:
 @dataclass(frozen=True, slots=True)
 class PassOutput:
     """hidden_TD: after the final norm, whole. logits_TV, ids_T: of the rows sampled; logits are None where groups of
-    lm_head ranks smaller than TP share the tokens, so that no rank has those of all. topk_TK: of the last layer."""
+    lm_head ranks smaller than TP share the tokens, so that no rank has those of all. topk_TK: of the last layer, and
+    rows_TK where they lie, if offloaded. chosen: what each full layer of a main pass chose."""
 
     hidden_TD: Tensor
     logits_TV: Tensor | None
     ids_T: Tensor
     topk_TK: Tensor | None
+    rows_TK: Tensor | None = None
+    chosen: tuple[Tensor, ...] = ()
 
 
 def record_step(setup: Setup, lengths: Lengths, busy_ranks: Dim | None = None, *, repeat: bool = True) -> Program:
@@ -97,7 +100,7 @@ def record_step(setup: Setup, lengths: Lengths, busy_ranks: Dim | None = None, *
         reuses = topk_TK is not None and setup.shares_topk_among_drafts
         given_TK = topk_TK.view(own.tokens, topk_TK.shape[1]) if topk_TK is not None and reuses else None
         inputs = abstract_inputs(setup, own, busy, recorder)
-        call = decoder.draft_call(inputs, hidden_TD, given_TK, draft=draft, last=True)
+        call = decoder.draft_call(inputs, hidden_TD, Selected(given_TK), draft=draft, last=True)
         hidden_TD, topk_TK = call.hidden_TD, call.topk_TK
     return recorder.program
 
@@ -120,48 +123,56 @@ class Decoder:
         setup, block = self._setup, self._runner.block
         (x_TD,) = block("embedding", "embedding", lambda ids_T: (self._embed(ids_T),), inputs.ids_T)
         residual_TD: Tensor | None = None
-        topk_TK: Tensor | None = None
+        selected = Selected()
+        chosen = []
         for layer in range(setup.model.num_hidden_layers):
             if layer in setup.stage_starts[1:]:
                 x_TD, residual_TD = self._next_stage(layer, x_TD, residual_TD)
             indexer = self._indexer_kind(layer)
 
-            def body(x_TD: Tensor, residual_TD: Tensor | None, topk_TK: Tensor | None) -> Body:
-                return self._layer(layer, inputs, x_TD, residual_TD, topk_TK, indexer=indexer)  # noqa: B023
+            def body(x_TD: Tensor, residual_TD: Tensor | None, *selected: Tensor | None) -> Body:
+                given = Selected.of(*selected)
+                return self._layer(layer, inputs, x_TD, residual_TD, given, indexer=indexer)  # noqa: B023
 
             kind = f"{indexer}/{setup.model.mlp_layer_types[layer]}/{'first' if residual_TD is None else 'next'}"
             # A full layer has no use for the previous group's ids: their life ends with their group.
-            given_TK = topk_TK if indexer == "shared" else None
-            x_TD, residual_TD, topk_TK = block(f"layer/{kind}", f"layer {layer}", body, x_TD, residual_TD, given_TK)
+            given = selected if indexer == "shared" else Selected()
+            x_TD, residual_TD, *tensors = block(
+                f"layer/{kind}", f"layer {layer}", body, x_TD, residual_TD, *given.tensors
+            )
+            selected = Selected.of(*tensors)
+            if indexer == "full":
+                chosen.append(selected.topk_TK)
 
         def head(x_TD: Tensor, residual_TD: Tensor) -> Body:
             return self._head(inputs, x_TD, residual_TD, self._outer["norm"], last=last)
 
         hidden_TD, logits_TV, ids_T = block("head", "head", head, x_TD, residual_TD)
-        return PassOutput(hidden_TD, logits_TV, ids_T, topk_TK)
+        return PassOutput(hidden_TD, logits_TV, ids_T, selected.topk_TK, selected.rows_TK, tuple(chosen))
 
     def draft_call(
-        self, inputs: StepInputs, hidden_TD: Tensor, topk_TK: Tensor | None, *, draft: int, last: bool
+        self, inputs: StepInputs, hidden_TD: Tensor, reused: Selected, *, draft: int, last: bool
     ) -> PassOutput:
         """One call of the MTP block. inputs: its tokens, each one after the token whose hidden state it is given.
 
-        topk_TK: an earlier draft call's choice to reuse; None to score anew. last: as for `main_pass`.
+        reused: an earlier draft call's choice; empty to score anew. last: as for `main_pass`.
         """
         layer = self._setup.model.num_hidden_layers
-        indexer = "none" if self._setup.model.indexer is None else "full" if topk_TK is None else "reuse"
+        scores = "full" if reused.topk_TK is None else "reuse"
+        indexer = "none" if self._setup.model.indexer is None else scores
 
-        def body(hidden_TD: Tensor, topk_TK: Tensor | None) -> Body:
+        def body(hidden_TD: Tensor, *selected: Tensor | None) -> Body:
             weights, eps = self._weights.layer(layer), self._setup.model.rms_norm_eps
             embedded_TD = self._embed(inputs.ids_T, split=False)
             joined = concat(rms_norm(embedded_TD, weights["enorm"], eps), rms_norm(hidden_TD, weights["hnorm"], eps))
             x_TD = self._split(linear(joined, weights["eh_proj"]))
-            x_TD, residual_TD, topk_TK = self._layer(
-                layer, inputs, x_TD, None, topk_TK, indexer=indexer, weights=weights
+            x_TD, residual_TD, *used = self._layer(
+                layer, inputs, x_TD, None, Selected.of(*selected), indexer=indexer, weights=weights
             )
-            return (*self._head(inputs, x_TD, residual_TD, weights["shared_head.norm"], last=last), topk_TK)
+            return (*self._head(inputs, x_TD, residual_TD, weights["shared_head.norm"], last=last), *used[:2])
 
         # The lengths grow by one from call to call, so no two calls are equal.
-        outputs = self._runner.block(f"mtp/{draft}", f"mtp {draft}", body, hidden_TD, topk_TK)
+        outputs = self._runner.block(f"mtp/{draft}", f"mtp {draft}", body, hidden_TD, *reused.tensors)
         return PassOutput(*outputs)
 
     def _layer(
@@ -170,28 +181,28 @@ class Decoder:
         inputs: StepInputs,
         x_TD: Tensor,
         residual_TD: Tensor | None,
-        topk_TK: Tensor | None,
+        selected: Selected,
         *,
         indexer: str,
         weights: Weights | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One decoder layer: norm, attention, norm, MLP."""
+    ) -> Body:
+        """One decoder layer: norm, attention, norm, MLP. Returns x, residual, and the tensors of what was selected."""
         setup, tokens = self._setup, inputs.tokens
         weights = self._weights.layer(layer) if weights is None else weights
         normed_TD, residual_TD = self._norm(x_TD, residual_TD, weights["input_layernorm"])
         if setup.sequence_parallel:
             normed_TD = join_tokens(normed_TD, setup.mesh.tp, tokens)
-        x_TD, topk_TK = attention(setup, weights, self._caches, inputs, layer, normed_TD, topk_TK, indexer=indexer)
+        x_TD, selected = attention(setup, weights, self._caches, inputs, layer, normed_TD, selected, indexer=indexer)
         if "mlp.gate" in weights:
             normed_TD, residual_TD = self._norm(x_TD, residual_TD, weights["post_attention_layernorm"])
-            return moe(setup, weights, inputs, normed_TD), residual_TD, topk_TK
+            return (moe(setup, weights, inputs, normed_TD), residual_TD, *selected.tensors)
         # A dense MLP is the only reader of its norm, so the norm can hand over quantised values.
         normed_TD, residual_TD = self._norm(
             x_TD, residual_TD, weights["post_attention_layernorm"], reader=weights["mlp.gate_up_proj"]
         )
         if setup.sequence_parallel:
             normed_TD = join_tokens(normed_TD, setup.mesh.tp, tokens)
-        return dense_mlp(setup, weights, normed_TD, tokens), residual_TD, topk_TK
+        return (dense_mlp(setup, weights, normed_TD, tokens), residual_TD, *selected.tensors)
 
     def _norm(
         self, x_TD: Tensor, residual_TD: Tensor | None, weight: Weight, *, reader: Weight | None = None

@@ -14,6 +14,25 @@ KV_BLOCK_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadInputs:
+    """What a call over offloaded latent rows is told beside.
+
+    own_rows_T: device row of each token, in decode of the layer's region, in prefill of its buffer; negative for
+    padding.
+    committed_B: how many tokens have final rows; those after them are this step's own. request_slots_B: −1 for padding.
+    ring_first_B: position of the first row that the ring has. buffer_tables: of a prefill buffer, as block_tables.
+    stored: of a prefill, how many tokens its request had before, how many it has then, and its blocks.
+    """
+
+    own_rows_T: Tensor
+    committed_B: Tensor
+    request_slots_B: Tensor
+    ring_first_B: Tensor
+    buffer_tables: Tensor | None = None
+    stored: tuple[int, int, tuple[int, ...]] = (0, 0, ())
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """Tensors of one forward call. Axes: T tokens, B requests, P rope dims.
 
@@ -22,6 +41,7 @@ class StepInputs:
     lengths: what a cast needs; None where the tensors are real.
     sampled_B: which of its S tokens each request is sampled after, where only one is; None takes the last.
     busy_ranks: tokens of all attention-DP ranks over those of this one.
+    offload: None where all latent rows are on the device.
     """
 
     ids_T: Tensor
@@ -34,6 +54,7 @@ class StepInputs:
     lengths: Lengths | None
     busy_ranks: Dim = 1
     sampled_B: Tensor | None = None
+    offload: OffloadInputs | None = None
 
     @property
     def tokens(self) -> Dim:
@@ -64,10 +85,78 @@ def abstract_inputs(setup: Setup, lengths: Lengths, busy_ranks: Dim, recorder: R
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What the layers of an index group share in a step.
+
+    topk_TK: the ids that its owner chose; None for dense attention. rows_TK: their physical rows, where rows are
+    offloaded. lists: what of the plan its other layers still need.
+    """
+
+    topk_TK: Tensor | None = None
+    rows_TK: Tensor | None = None
+    lists: tuple[Tensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of it, in order, as a block takes and gives it; just the ids where there is no more."""
+        return (self.topk_TK,) if self.rows_TK is None else (self.topk_TK, self.rows_TK, *self.lists)
+
+    @classmethod
+    def of(cls, topk_TK: Tensor | None = None, rows_TK: Tensor | None = None, *lists: Tensor) -> Selected:
+        """From such tensors."""
+        return cls(topk_TK, rows_TK, lists)
+
+
+NOTHING = Selected()
+
+
+@dataclass(frozen=True, slots=True)
+class AttendedRows:
+    """What attention reads: ids of the rows of `cache` through block tables, or without them rows of it themselves."""
+
+    cache: Tensor
+    ids_TK: Tensor | None
+    block_tables: Tensor | None = None
+    seq_lens_B: Tensor | None = None
+    staging: Tensor | None = None
+
+
+class LatentCache(Protocol):
+    """The latent rows of one layer during one call: written, selected, attended to, in this order."""
+
+    def written_to(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """The cache that takes this call's rows, and the slot of each token in it (T,), negative for padding."""
+
+    def select(self, inputs: StepInputs, selected: Selected, *, chosen_here: bool) -> tuple[AttendedRows, Selected]:
+        """Make the selected rows readable. chosen_here: this layer chose the ids; else an earlier one of its group."""
+
+    def attended(self, selected: Selected) -> None:
+        """Attention has been called: what need not come before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentLatents:
+    """Rows that are all on the device, (blocks, block tokens, X)."""
+
+    cache: Tensor
+
+    def written_to(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """The cache itself, at the slots of the tokens."""
+        return self.cache, inputs.slot_mapping_T
+
+    def select(self, inputs: StepInputs, selected: Selected, *, chosen_here: bool) -> tuple[AttendedRows, Selected]:
+        """They are readable as they are."""
+        return AttendedRows(self.cache, selected.topk_TK, inputs.block_tables, inputs.seq_lens_B), selected
+
+    def attended(self, selected: Selected) -> None:
+        """Nothing is left to do."""
+
+
 class CacheSource(Protocol):
     """Where a decoder finds the caches of a layer, abstract or real."""
 
-    def latent(self, layer: int) -> Tensor:
+    def latent(self, layer: int) -> LatentCache:
         """Latent rows."""
 
     def indexer(self, layer: int) -> Tensor:
@@ -80,10 +169,10 @@ class AbstractCaches:
 
     def __init__(self, setup: Setup, lengths: Lengths, recorder: Recorder) -> None:
         rows = ceil_div(lengths.total_tokens, setup.mesh.dcp.size)
-        self._latent = recorder.tensor(rows, setup.cache.latent_row_bytes, dtype="int8", kind="cache")
+        self._latent = ResidentLatents(recorder.tensor(rows, setup.cache.latent_row_bytes, dtype="int8", kind="cache"))
         self._indexer = recorder.tensor(rows, setup.cache.index_row_bytes, dtype="int8", kind="cache")
 
-    def latent(self, layer: int) -> Abstract:
+    def latent(self, layer: int) -> ResidentLatents:
         """Latent rows of a layer."""
         return self._latent
 

@@ -115,7 +115,8 @@ def _work(call: OpCall) -> Work:
 
 
 def _reference(
-    q_THX: Tensor, kv_cache: Tensor, topk_TK: Tensor | None, block_tables: Tensor, seq_lens_B: Tensor, kv_b_XR: Tensor,
+    q_THX: Tensor, kv_cache: Tensor, topk_TK: Tensor | None, block_tables: Tensor | None, seq_lens_B: Tensor | None,
+    kv_b_XR: Tensor, staging: Tensor | None = None,
     *, sizes: AttentionSizes, lengths: Lengths | None, phase: str,
 ) -> tuple[Tensor]:  # fmt: skip
     w_uk_HNR, w_uv_HVR = kv_b_XR.view(sizes.heads, -1, sizes.kv_lora_rank).split(
@@ -123,12 +124,17 @@ def _reference(
     )
     q_nope, q_rope = q_THX.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=-1)
     q_THX = torch.cat([torch.einsum("thn,hnr->thr", q_nope, w_uk_HNR), q_rope], dim=-1)
-    columns = block_tables.shape[1] * kv_cache.shape[1]
-    # Many queries that select most of a short context read it once; others read the rows that they selected.
-    if topk_TK is None or (phase == "prefill" and columns <= _MASKED_COLUMNS * topk_TK.shape[1]):
+    if block_tables is None or seq_lens_B is None:
+        assert topk_TK is not None, "attention by row is given the rows"
+        out_THR = _attend_rows(q_THX, kv_cache, topk_TK, staging, sizes)
+    elif topk_TK is None or (
+        # Many queries that select most of a short context read it once; others read the rows that they selected.
+        phase == "prefill" and block_tables.shape[1] * kv_cache.shape[1] <= _MASKED_COLUMNS * topk_TK.shape[1]
+    ):
         out_THR = _attend_masked(q_THX, kv_cache, topk_TK, block_tables, seq_lens_B, sizes)
     else:
-        out_THR = _attend_rows(q_THX, kv_cache, topk_TK, block_tables, seq_lens_B, sizes)
+        rows_TK = cached_rows(topk_TK, block_tables, seq_lens_B, kv_cache.shape[1])
+        out_THR = _attend_rows(q_THX, kv_cache.flatten(0, 1), rows_TK, None, sizes)
     return (torch.einsum("thr,hvr->thv", out_THR, w_uv_HVR).contiguous(),)
 
 
@@ -152,26 +158,45 @@ def _attend_masked(
 
 
 def _attend_rows(
-    q_THX: Tensor, kv_cache: Tensor, topk_TK: Tensor, block_tables: Tensor, seq_lens_B: Tensor, sizes: AttentionSizes
+    q_THX: Tensor, stored: Tensor, rows_TK: Tensor, staging: Tensor | None, sizes: AttentionSizes
 ) -> Tensor:
-    """Over the selected rows of each query alone, in the order of the ids."""
-    tokens, requests = q_THX.shape[0], seq_lens_B.shape[0]
-    queries = tokens // requests
-    slots_TK = row_slots(topk_TK, block_tables, kv_cache.shape[1])
-    own_BS = seq_lens_B[:, None] - queries + torch.arange(queries, device=seq_lens_B.device)
-    allowed_TK = (topk_TK >= 0) & (topk_TK <= own_BS.view(tokens, 1))
-    stored = kv_cache.flatten(0, 1)
+    """Over the given rows of each query alone, in their order; −1 is none, and rows past `stored`'s are staged ones."""
+    allowed_TK = rows_TK >= 0
     pieces = []
-    for part in _query_parts(tokens, topk_TK.shape[1] * max(sizes.heads, sizes.absorbed_head_dim)):
-        rows_TKX = latent_values(stored[slots_TK[part]], sizes.kv_lora_rank, sizes.cache, q_THX.dtype)
+    for part in _query_parts(q_THX.shape[0], rows_TK.shape[1] * max(sizes.heads, sizes.absorbed_head_dim)):
+        rows = rows_of(stored, staging, rows_TK[part].clamp(min=0).long())
+        rows_TKX = latent_values(rows, sizes.kv_lora_rank, sizes.cache, q_THX.dtype)
         pieces.append(_attend(q_THX[part, None], rows_TKX, allowed_TK[part, None], sizes))
     return torch.cat(pieces)[:, 0]
+
+
+def rows_of(stored: Tensor, staging: Tensor | None, rows_TK: Tensor) -> Tensor:
+    """The rows (T, K, X) with these numbers: of `stored` (rows, X), whose last one is a spare, then of `staging`."""
+    if staging is None:
+        return stored[rows_TK]
+    own = stored.shape[0] - 1
+    is_staged_TK = rows_TK >= own
+    rows_TKX = stored[torch.where(is_staged_TK, own, rows_TK)]
+    # On a CPU it costs nothing to ask, and hardly any row is staged.
+    if not rows_TK.is_cpu or is_staged_TK.any():
+        staged_TKX = staging[torch.where(is_staged_TK, rows_TK - own, 0)]
+        rows_TKX = torch.where(is_staged_TK[..., None], staged_TKX, rows_TKX)
+    return rows_TKX
 
 
 def _query_parts(queries: int, elements: int) -> list[slice]:
     """Cuts of the queries of a request for score matrices of bounded size; `elements` is the size for one query."""
     step = max(1, SCORE_ELEMENTS // max(elements, 1))
     return [slice(start, start + step) for start in range(0, queries, step)]
+
+
+def cached_rows(topk_TK: Tensor, block_tables: Tensor, seq_lens_B: Tensor, block_tokens: int) -> Tensor:
+    """Flat cache rows (T, K) of selected tokens; −1 for none, and for a token after the query's own."""
+    tokens, requests = topk_TK.shape[0], seq_lens_B.shape[0]
+    queries = tokens // requests
+    own_BS = seq_lens_B[:, None] - queries + torch.arange(queries, device=seq_lens_B.device)
+    allowed_TK = (topk_TK >= 0) & (topk_TK <= own_BS.view(tokens, 1))
+    return torch.where(allowed_TK, row_slots(topk_TK, block_tables, block_tokens), -1)
 
 
 def row_slots(topk_TK: Tensor, block_tables: Tensor, block_tokens: int) -> Tensor:
@@ -212,12 +237,13 @@ def multihead_latent_attention(
     q_THX: Tensor,
     kv_cache: Tensor,
     topk_TK: Tensor | None,
-    block_tables: Tensor,
-    seq_lens_B: Tensor,
+    block_tables: Tensor | None,
+    seq_lens_B: Tensor | None,
     kv_b: Weight,
     sizes: AttentionSizes,
     lengths: Lengths | None,
     *,
+    staging: Tensor | None = None,
     phase: str,
     quantized: bool,
 ) -> tuple[Tensor, ...]:
@@ -230,6 +256,8 @@ def multihead_latent_attention(
     q_THX: (T, H, N + P). topk_TK: int32 ids (T, K), −1 for none; None is dense attention. Returns (T, H, V);
     where `sizes.absorbs` is False, q is absorbed already and the result is latent (T, H, R), with the logarithm of each
     softmax's sum, fp32 (T, H), so that ranks with other rows can be merged.
+    Without block tables topk_TK are rows of kv_cache, which is (rows, X) then; numbers from its last row on, which is a
+    spare, are rows of `staging`. The result follows the rows' values and order alone, not where they lie.
     A request with fewer visible rows than topk_limit attends to those it has. Dense attention in the prefill phase
     expands keys and values instead of absorbing, with equal results up to rounding.
     """
@@ -237,7 +265,7 @@ def multihead_latent_attention(
     plain, quant = (DENSE, DENSE_QUANT) if sizes.topk_limit is None else (SPARSE, SPARSE_QUANT)
     op = quant if quantized else plain
     return op(
-        q_THX, kv_cache, topk_TK, block_tables, seq_lens_B, kv_b.values,
+        q_THX, kv_cache, topk_TK, block_tables, seq_lens_B, kv_b.values, *([] if staging is None else [staging]),
         sizes=sizes, lengths=lengths, phase=phase,
     )  # fmt: skip
 

@@ -17,13 +17,16 @@ import lazy_loader as lazy
 from castoff.ops.attention import AttentionSizes
 from castoff.ops.dsa_indexer import IndexerSizes
 from castoff.ops.mlapo import MlapoSizes
+from castoff.ops.offload_plan import PoolSizes
 from castoff.ops.program import Op, Tensor, torch_dtype
 from castoff.ops.table import OPS
 from castoff.spec.quant import CacheFormat, LinearFormat
 
 torch = lazy.load("torch")
 
-_CLASSES = {cls.__name__: cls for cls in (AttentionSizes, CacheFormat, IndexerSizes, LinearFormat, MlapoSizes)}
+_CLASSES = {
+    cls.__name__: cls for cls in (AttentionSizes, CacheFormat, IndexerSizes, LinearFormat, MlapoSizes, PoolSizes)
+}
 
 
 @cache
@@ -65,8 +68,7 @@ def _joined(op: Op, inputs: list[Tensor | None], mutated: list[Tensor]) -> list[
 
 def _real(op: Op) -> Callable[..., Any]:
     def compute(inputs: list[Tensor | None], mutated: list[Tensor], attributes: str) -> Any:
-        assert op.reference is not None
-        outputs = op.reference(*_joined(op, inputs, mutated), **attributes_of(attributes))
+        outputs = op.compute(*_joined(op, inputs, mutated), **attributes_of(attributes))
         return _result(op, outputs)
 
     return compute

@@ -73,7 +73,8 @@ class Op:
     `reference(*inputs, **attributes)` computes the results from torch tensors, by the op's definition.
     Inputs are tensors alone; attributes are numbers, words and frozen dataclasses of them.
     outputs: how many results there are when it is computed. mutates: inputs that it writes. opaque: torch.compile must
-    not look into the reference, since it depends on data or is a kernel; see `ops/library.py`.
+    not look into the reference, since it depends on data or is a kernel; see `ops/library.py`. kernel: computes the
+    same, bit for bit, on an accelerator; None where the reference does so there too.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Op:
     outputs: int = 1
     mutates: tuple[int, ...] = ()
     opaque: bool = False
+    kernel: Callable[..., tuple[Any, ...]] | None = None
 
     def __call__(self, *inputs: Tensor | None, **attributes: Any) -> tuple[Any, ...]:
         """Record the call where the inputs are abstract, compute it where they are real, and return the results."""
@@ -93,10 +95,16 @@ class Op:
         if self.reference is None:
             raise NotImplementedError(f"{self.name} can be cast, and cannot be run yet")
         if torch.compiler.is_compiling():
-            return call_registered(self, inputs, attributes) if self.opaque else self.reference(*inputs, **attributes)
+            return call_registered(self, inputs, attributes) if self.opaque else self.compute(*inputs, **attributes)
         # A name in torch's profiler, the same as in a cast.
         with torch.profiler.record_function(self.name), op_observer.get()(self.name):
-            return self.reference(*inputs, **attributes)
+            return self.compute(*inputs, **attributes)
+
+    def compute(self, *inputs: Tensor | None, **attributes: Any) -> tuple[Any, ...]:
+        """The results of real tensors: by the kernel where one of them is on an accelerator, else by the reference."""
+        assert self.reference is not None
+        on_accelerator = self.kernel is not None and any(x is not None and not x.is_cpu for x in inputs)
+        return self.kernel(*inputs, **attributes) if on_accelerator else self.reference(*inputs, **attributes)  # type: ignore[misc]
 
 
 def call_registered(op: Op, inputs: tuple[Tensor | None, ...], attributes: Mapping[str, Any]) -> tuple[Tensor, ...]:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from castoff.ops import attention, collectives, dsa_indexer, linear, mlapo, moe, norm, tokens
+from castoff.ops import (
+    attention,
+    collectives,
+    dsa_indexer,
+    linear,
+    mlapo,
+    moe,
+    norm,
+    offload_plan,
+    offload_rows,
+    tokens,
+)
 from castoff.ops.program import Op
 
 OPS: tuple[Op, ...] = (
@@ -33,6 +44,16 @@ OPS: tuple[Op, ...] = (
     attention.ABSORB_QUERY,
     attention.EXPAND_VALUE,
     attention.RESCALE_SHARD,
+    offload_plan.PLAN_DIRECT,
+    offload_plan.PLAN_GATHER,
+    offload_plan.PLAN_SERVE,
+    offload_plan.INSTALL_METADATA,
+    offload_rows.OFFLOAD_FETCH,
+    offload_rows.OFFLOAD_SERVE,
+    offload_rows.OFFLOAD_INSTALL,
+    offload_rows.HOST_ROW_WRITE,
+    offload_rows.STORE_ROWS,
+    offload_rows.LOAD_ROWS,
     moe.MOE_GATE,
     moe.MOE_PERMUTE,
     moe.MOE_UNPERMUTE,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from castoff.report.units import count, gib_text, microseconds, milliseconds, percent
+from castoff.offload.report import GroupReport, OffloadReport
+from castoff.report.units import count, gib_text, microseconds, milliseconds, percent, size_text
 from castoff.runtime.convert import ConvertReport
 from castoff.runtime.report import RunReport
 
@@ -25,6 +26,7 @@ def run_text(report: RunReport) -> str:
         *_drafts_text(statistics.acceptance_rates),
         f"weights {gib_text(report.memory.weights_bytes)}, caches {gib_text(report.memory.cache_bytes)}, "
         f"peak {gib_text(report.memory.peak_bytes)}",
+        *(_offload_text(report.offload) if report.offload else []),
         *(
             f"{op.phase} {op.name}: {count(op.calls)} calls, {microseconds(op.mean_s)} µs each, "
             f"{milliseconds(op.total_s)} ms"
@@ -32,6 +34,29 @@ def run_text(report: RunReport) -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _offload_text(offload: OffloadReport) -> list[str]:
+    """What the pools did in decode steps, and a line for each index group."""
+    stall = "not measured" if offload.stall_s is None else f"{milliseconds(offload.stall_s)} ms"
+    return [
+        f"offload {offload.options.offload}: {percent(offload.hit_rate)} of the selected rows were in pools of "
+        f"{count(offload.pool_tokens)} tokens; {size_text(offload.link_bytes)} read from the host, "
+        f"{size_text(offload.written_bytes)} written, {size_text(offload.prefill_bytes)} for prompts; stall {stall}, at most "
+        f"{count(offload.most_behind)} copies behind; host {size_text(offload.host_bytes)}, device "
+        f"{size_text(offload.device_bytes)}",
+        *(_group_text(group) for group in offload.groups),
+    ]
+
+
+def _group_text(group: GroupReport) -> str:
+    layers = f"layers {group.layers[0]}–{group.layers[-1]}" if len(group.layers) > 1 else f"layer {group.layers[0]}"
+    return (
+        f"  {layers}: {percent(group.hit_rate)} hits, {count(group.unique_misses)} misses, "
+        f"{count(group.repeated_misses)} repeated, {count(group.window_reads)} of this step's own, "
+        f"{count(group.promoted_rows)} promoted, {count(group.staged_rows)} staged; {size_text(group.link_bytes)} read, "
+        f"pools {percent(group.occupancy)} full"
+    )
 
 
 def _drafts_text(rates: list[float]) -> list[str]:

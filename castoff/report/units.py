@@ -36,6 +36,11 @@ def mib(size_bytes: float) -> str:
     return f"{size_bytes / MIB:,.1f}"
 
 
+def size_text(size_bytes: float) -> str:
+    """`27.93 GiB`, or `448.4 MiB` below one."""
+    return gib_text(size_bytes) if size_bytes >= GIB else f"{mib(size_bytes)} MiB"
+
+
 def percent(share: float) -> str:
     """`54.0%`."""
     return f"{100 * share:.1f}%"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import lazy_loader as lazy
 
 from castoff.errors import CastoffError
+from castoff.model.inputs import ResidentLatents
 from castoff.model.setup import Setup
 from castoff.ops.cache_rows import row_storage
 from castoff.ops.program import Tensor
@@ -18,9 +20,13 @@ class PagedCaches:
     """Latent and indexer caches of `num_blocks` blocks of `block_tokens` rows.
 
     One block more than asked for takes the rows that have no place (padding). MTP blocks have the caches of one layer.
+    offloaded: layers whose latent rows are elsewhere.
     """
 
-    def __init__(self, setup: Setup, num_blocks: int, block_tokens: int, *, dtype: Tensor, device: Tensor) -> None:
+    def __init__(
+        self, setup: Setup, num_blocks: int, block_tokens: int, *, dtype: Tensor, device: Tensor,
+        offloaded: Collection[int] = (),
+    ) -> None:  # fmt: skip
         model = setup.model
         has_mtp = setup.mtp.num_mtp_tokens > 0
         layers = model.num_hidden_layers + has_mtp
@@ -38,13 +44,15 @@ class PagedCaches:
             model.kv_lora_rank + model.qk_rope_head_dim,
             model.indexer.index_head_dim if model.indexer else 0,
         )
-        self._latent = [rows(latent, setup.cache.latent_row_bytes) for _ in range(layers)]
+        own = [layer for layer in range(layers) if layer not in offloaded]
+        self._latent = {layer: rows(latent, setup.cache.latent_row_bytes) for layer in own}
+        self._device = device
         self._indexer = {layer: rows(index, setup.cache.index_row_bytes) for layer in full}
         self.block_tokens = block_tokens
 
-    def latent(self, layer: int) -> Tensor:
+    def latent(self, layer: int) -> ResidentLatents:
         """Latent rows of a layer, (blocks, block tokens, kv_lora_rank + rope), or the bytes of quantised rows."""
-        return self._latent[layer]
+        return ResidentLatents(self._latent[layer])
 
     def indexer(self, layer: int) -> Tensor:
         """Indexer keys of a full layer, (blocks, block tokens, index_head_dim), or the bytes of quantised keys."""
@@ -53,30 +61,30 @@ class PagedCaches:
     @property
     def bytes(self) -> int:
         """Bytes of all caches."""
-        return sum(cache.nbytes for cache in (*self._latent, *self._indexer.values()))
+        return sum(cache.nbytes for cache in (*self._latent.values(), *self._indexer.values()))
 
     def save(self, blocks: list[int]) -> SavedRows:
         """Copies of some blocks, latent rows and indexer keys together: the one without the other is of no use."""
-        index = torch.tensor(blocks, device=self._latent[0].device)
+        index = torch.tensor(blocks, device=self._device)
         return SavedRows(
-            [cache[index].clone() for cache in self._latent],
+            {layer: cache[index].clone() for layer, cache in self._latent.items()},
             {layer: cache[index].clone() for layer, cache in self._indexer.items()},
         )
 
     def restore(self, saved: SavedRows, blocks: list[int]) -> None:
         """Put saved blocks, in order, at other places."""
-        index = torch.tensor(blocks, device=self._latent[0].device)
-        for cache, rows in zip(self._latent, saved.latent, strict=True):
-            cache[index] = rows
+        index = torch.tensor(blocks, device=self._device)
+        for layer, rows in saved.latent.items():
+            self._latent[layer][index] = rows
         for layer, rows in saved.indexer.items():
             self._indexer[layer][index] = rows
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """Rows of some blocks: per layer, and per full layer."""
+    """Rows of some blocks: per layer that is on the device, and per full layer."""
 
-    latent: list[Tensor]
+    latent: dict[int, Tensor]
     indexer: dict[int, Tensor]
 
 

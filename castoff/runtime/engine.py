@@ -12,8 +12,11 @@ from typing import Any
 import lazy_loader as lazy
 
 from castoff.model.decoder import Decoder, Direct, PassOutput, WeightSource
-from castoff.model.inputs import StepInputs
+from castoff.model.inputs import NOTHING, CacheSource, OffloadInputs, Selected, StepInputs
 from castoff.model.setup import Setup
+from castoff.offload.caches import CallRows, OffloadedCaches
+from castoff.offload.memory import OffloadRun, offloaded_groups
+from castoff.offload.streams import open_streams
 from castoff.ops.program import Tensor
 from castoff.runtime.caches import BlockPool, PagedCaches
 from castoff.runtime.graphs import GraphMode, Passes, decode_passes
@@ -28,11 +31,13 @@ class Rows:
     """The requests of a call: which request each row is (None for padding) and its length after the call.
 
     padding: how many of the first tokens of every row are none of the request's; they are not cached.
+    committed: tokens whose cache rows are final; None where those before this call's are.
     """
 
     requests: Sequence[int | None]
     lengths: Sequence[int]
     padding: int = 0
+    committed: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class Call:
     prefill: bool
     last: bool
     hidden_TD: Tensor | None = None
-    topk_TK: Tensor | None = None
+    reused: Selected = NOTHING
     sampled_B: Tensor | None = None
 
 
@@ -65,29 +70,54 @@ class Engine:
 
     def __init__(
         self, setup: Setup, weights: WeightSource, *, num_blocks: int, block_tokens: int, dtype: Tensor, device: Tensor,
-        graph: GraphMode = "eager", static: StaticShapes | None = None,
+        graph: GraphMode = "eager", static: StaticShapes | None = None, offload: OffloadRun | None = None,
     ) -> None:  # fmt: skip
         assert graph == "eager" or static is not None, "a graph needs static shapes"
         self.setup = setup
         self.weights = weights
         self.pool = BlockPool(num_blocks, block_tokens)
-        self.caches = PagedCaches(setup, num_blocks, block_tokens, dtype=dtype, device=device)
+        held = (
+            frozenset(layer for group in offloaded_groups(setup, offload.options) for layer in group) if offload else ()
+        )
+        self.caches = PagedCaches(setup, num_blocks, block_tokens, dtype=dtype, device=device, offloaded=held)
+        self.offload: OffloadedCaches | None = None
+        if offload is not None:
+            streams = open_streams(device, inline=graph == "compile")
+            self.offload = OffloadedCaches(setup, offload, self.caches, streams, dtype=dtype, device=device)
         self.device = device
         self.dtype = dtype
         self.phase: Mode = "prefill"
         self._static = static
 
         # Prefill and decode differ in how a cast prices them, and in dense prefill; the ops are the same.
-        def decoder(mode: Mode) -> Decoder:
-            return Decoder(replace(setup, mode=mode), weights, self.caches, Direct())
+        def decoder(mode: Mode, caches: CacheSource) -> Decoder:
+            return Decoder(replace(setup, mode=mode), weights, caches, Direct())
 
-        self._prefill: Passes = decoder("prefill")
-        self._decode = decode_passes(decoder("decode"), graph)
+        self._prefill: Passes = decoder("prefill", self.offload.prefill if self.offload else self.caches)
+        decode = decoder("decode", self.offload.decode if self.offload else self.caches)
+        self._decode = decode_passes(decode, graph, self.offload.streams.drain if self.offload else _nothing)
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens that all cache blocks hold."""
         return self.pool.num_blocks * self.caches.block_tokens
+
+    def admit(self, request: int, tokens: int) -> None:
+        """Give a request the room that `tokens` tokens need. Raises CastoffError where there is none."""
+        self.pool.grow(request, tokens)
+        if self.offload is not None:
+            self.offload.admit(request)
+
+    def release(self, request: int) -> None:
+        """Take back all that a request has."""
+        if self.offload is not None:
+            self.offload.release(request)
+        self.pool.release(request)
+
+    def close(self) -> None:
+        """End what works beside the engine."""
+        if self.offload is not None:
+            self.offload.streams.close()
 
     def has_room(self, tokens: int) -> bool:
         """Whether so many tokens of a new request would find free blocks."""
@@ -98,20 +128,23 @@ class Engine:
         return self._run(Call(ids_BS, rows, prefill, last))
 
     def draft(
-        self, ids_BS: Tensor, hidden_TD: Tensor, topk_TK: Tensor | None, rows: Rows, *, prefill: bool,
+        self, ids_BS: Tensor, hidden_TD: Tensor, reused: Selected, rows: Rows, *, prefill: bool,
         last: bool = True, sampled_B: Tensor | None = None,
     ) -> PassOutput:  # fmt: skip
-        """One MTP call over S tokens of every row. hidden_TD: of the tokens before them; topk_TK: ids to reuse.
+        """One MTP call over S tokens of every row. hidden_TD: of the tokens before them; reused: ids, or empty.
 
         last: draft one token per row, after its token sampled_B (from 0; None for the last), not one per token.
         """
-        return self._run(Call(ids_BS, rows, prefill, last, hidden_TD, topk_TK, sampled_B))
+        return self._run(Call(ids_BS, rows, prefill, last, hidden_TD, reused, sampled_B))
 
-    def shared_topk(self, draft: PassOutput, at_B: Tensor) -> Tensor | None:
-        """The ids of some rows of a draft call, where later drafts of the step reuse them; None where they score."""
+    def shared_topk(self, draft: PassOutput, at_B: Tensor) -> Selected:
+        """What later drafts of the step reuse of some rows of a draft call: ids, and where they lie; nothing where they
+        score."""
         if draft.topk_TK is None or not self.setup.shares_topk_among_drafts:
-            return None
-        return draft.topk_TK[at_B]
+            return Selected()
+        keeps_rows = self.offload is not None and self.offload.options.reuses_rows_in_drafts
+        rows_BK = draft.rows_TK[at_B] if keeps_rows and draft.rows_TK is not None else None
+        return Selected(draft.topk_TK[at_B], rows_BK)
 
     def warm_up(self) -> None:
         """Make the graphs of all decode calls, on padding alone; nothing without graphs."""
@@ -123,11 +156,11 @@ class Engine:
         main = self.forward(ids_BS, nobody, prefill=False, last=False)
         if not drafts:
             return
-        draft = self.draft(ids_BS, main.hidden_TD, None, nobody, prefill=False, sampled_B=zeros_B)
+        draft = self.draft(ids_BS, main.hidden_TD, Selected(), nobody, prefill=False, sampled_B=zeros_B)
         if drafts > 1:
             at_B = torch.arange(rows, device=self.device) * (1 + drafts)
-            topk_BK = self.shared_topk(draft, at_B)
-            self.draft(zeros_B[:, None], draft.hidden_TD[at_B], topk_BK, nobody, prefill=False)
+            reused = self.shared_topk(draft, at_B)
+            self.draft(zeros_B[:, None], draft.hidden_TD[at_B], reused, nobody, prefill=False)
 
     def finish(self) -> None:
         """This rank has no more calls to make; others may."""
@@ -148,13 +181,20 @@ class Engine:
 
     def _pass(self, call: Call, longest: int) -> PassOutput:
         self.phase = "prefill" if call.prefill else "decode"
-        inputs = replace(self._inputs(call.ids_BS, call.rows, longest), sampled_B=call.sampled_B)
+        inputs = self._inputs(call, longest)
         passes = self._prefill if call.prefill else self._decode
-        if call.hidden_TD is None:
-            return passes.main_pass(inputs, last=call.last)
-        return passes.draft_call(inputs, call.hidden_TD, call.topk_TK, draft=0, last=call.last)
+        try:
+            if call.hidden_TD is None:
+                return passes.main_pass(inputs, last=call.last)
+            return passes.draft_call(inputs, call.hidden_TD, call.reused, draft=0, last=call.last)
+        # An interrupt too: pools may name rows that were still to come.
+        except BaseException:
+            if self.offload is not None:
+                self.offload.abort(call.rows.requests)
+            raise
 
-    def _inputs(self, ids_BS: Tensor, rows: Rows, longest: int) -> StepInputs:
+    def _inputs(self, call: Call, longest: int) -> StepInputs:
+        ids_BS, rows = call.ids_BS, call.rows
         queries = ids_BS.shape[1]
         lengths_B = torch.tensor(list(rows.lengths), device=self.device)
         positions_BS = lengths_B[:, None] - queries + torch.arange(queries, device=self.device)
@@ -173,7 +213,22 @@ class Engine:
             seq_lens_B=lengths_B,
             longest=longest,
             lengths=None,
+            sampled_B=call.sampled_B,
+            offload=self._offload_inputs(call, positions_BS, slots_BS.reshape(-1), tables.shape[1]),
         )
+
+    def _offload_inputs(self, call: Call, positions_BS: Tensor, slots_T: Tensor, blocks: int) -> OffloadInputs | None:
+        if self.offload is None:
+            return None
+        given = call.rows
+        own = call.ids_BS.shape[1] - given.padding
+        # A row of padding has no tokens, so none of its own either.
+        committed = given.committed or [max(length - own, 0) for length in given.lengths]
+        owned = [[] if request is None else self.pool.blocks(request) for request in given.requests]
+        rows = CallRows(call.hidden_TD is not None, given.requests, given.lengths, committed, owned)
+        if call.prefill:
+            return self.offload.prefill_inputs(rows, positions_BS, slots_T, blocks)
+        return self.offload.decode_inputs(rows, positions_BS, slots_T)
 
     def _block_tables(self, rows: Rows, longest: int) -> Tensor:
         owned = [[] if request is None else self.pool.blocks(request) for request in rows.requests]
@@ -210,9 +265,10 @@ def padded(call: Call, rows: int, queries: int) -> Call:
             [*call.rows.requests, *[None] * more_rows],
             [*call.rows.lengths, *[0] * more_rows],
             padding=call.rows.padding + more_queries,
+            committed=None if call.rows.committed is None else [*call.rows.committed, *[0] * more_rows],
         ),
         hidden_TD=pad(call.hidden_TD),
-        topk_TK=pad(call.topk_TK, -1),
+        reused=Selected(pad(call.reused.topk_TK, -1), pad(call.reused.rows_TK, -1)),
         sampled_B=None
         if call.sampled_B is None
         else torch.nn.functional.pad(call.sampled_B + more_queries, (0, more_rows)),
@@ -236,4 +292,10 @@ def without_padding(output: PassOutput, call: Call, rows: int, queries: int) -> 
         cut(output.logits_TV, last=call.last),
         cut(output.ids_T, last=call.last),
         cut(output.topk_TK),
+        cut(output.rows_TK),
+        tuple(cut(topk_TK) for topk_TK in output.chosen),
     )
+
+
+def _nothing() -> None:
+    """Where no streams are open."""

@@ -7,13 +7,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import lazy_loader as lazy
 
 from castoff.errors import CastoffError, CastoffWarning
 from castoff.model.setup import Setup
+from castoff.offload.memory import OffloadRun
 from castoff.runtime.checkpoint import Checkpoint, LoadedWeights, RandomTensors
 from castoff.runtime.distributed import RunParallel, World, for_rank, joined
 from castoff.runtime.engine import Engine, StaticShapes
@@ -27,13 +28,15 @@ from castoff.runtime.scheduler import Request, Scheduler
 from castoff.runtime.stored import TensorSource
 from castoff.runtime.structure import default_action, run_setup
 from castoff.spec.model import ModelSpec, load_model
+from castoff.spec.offload import Offload
 from castoff.spec.scenario import Mtp, Parallel, Quant, Scenario
 
 torch = lazy.load("torch")
 
 
 def run(
-    model: str, options: RunOptions, parallel: RunParallel | None = None, *, num_hidden_layers: int | None = None,
+    model: str, options: RunOptions, parallel: RunParallel | None = None, offload: Offload | None = None, *,
+    num_hidden_layers: int | None = None,
     op_times: bool = False, progress: Callable[[str], None] = lambda _: None,
 ) -> RunReport:  # fmt: skip
     """Load a model and generate; under torchrun, together with the other processes.
@@ -42,22 +45,24 @@ def run(
     Raises CastoffError for options that do not fit together, prompts that cannot be read, a checkpoint that is not
     whole, and where torch is not installed.
     """
-    check_options(options)
+    offload = offload or Offload()
+    check_options(options, offload)
     with joined(options.device) as world:
         sizes = (parallel or RunParallel()).over(world.size)
         timed = op_times or options.profile is not None
         clock = OpClock(options.device, traced=options.profile is not None) if timed and not world.rank else None
         if world.rank == 0:
-            return _run(model, options, sizes, world, num_hidden_layers, clock, progress)
+            return _run(model, options, sizes, offload, world, num_hidden_layers, clock, progress)
         # One process speaks for all.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CastoffWarning)
-            return _run(model, options, sizes, world, num_hidden_layers, clock, lambda _: None)
+            return _run(model, options, sizes, offload, world, num_hidden_layers, clock, lambda _: None)
 
 
 def _run(
-    model: str, options: RunOptions, parallel: Parallel, world: World, num_hidden_layers: int | None,
-    clock: OpClock | None, progress: Callable[[str], None],
+    model: str, options: RunOptions, parallel: Parallel, offload: Offload, world: World,
+    num_hidden_layers: int | None, clock: OpClock | None,
+    progress: Callable[[str], None],
 ) -> RunReport:  # fmt: skip
     spec = load_model(model, num_hidden_layers=num_hidden_layers)
     setup = for_rank(_setup(spec, options, parallel), world)
@@ -70,24 +75,28 @@ def _run(
         torch.device(options.device),
     )
     source = _source(model, setup, options)
-    check_fits(setup, (blocks + 1) * options.kv_block_tokens, dtype=dtype, device=device)
+    offloaded = _offload_run(setup, options, offload, requests, blocks) if offload.offloads else None
+    check_fits(setup, (blocks + 1) * options.kv_block_tokens, offloaded, dtype=dtype, device=device)
     _note_long_requests(spec, requests)
     weights = LoadedWeights(setup, source, dtype=dtype, device=device, progress=progress)
-    engine = _engine(setup, weights, options, requests, blocks)
-    scheduler = _scheduler(engine, options, progress)
-    if options.graph != "eager":
-        progress("making the graphs of a decode step")
-        _warm_up(engine, options)
-    with torch.inference_mode(), clock.running(lambda: engine.phase) if clock else nullcontext():
-        started = time.perf_counter()
-        results = scheduler.run(requests)
-        total_s = time.perf_counter() - started
+    engine = _engine(setup, weights, options, requests, blocks, offloaded)
+    with closing(engine):
+        scheduler = _scheduler(engine, options, progress)
+        if options.graph != "eager":
+            progress("making the graphs of a decode step")
+            _warm_up(engine, options)
+        with torch.inference_mode(), clock.running(lambda: engine.phase) if clock else nullcontext():
+            started = time.perf_counter()
+            results = scheduler.run(requests)
+            total_s = time.perf_counter() - started
+        offload_report = engine.offload.report() if engine.offload else None
     return RunReport(
         results=results,
         texts=[tokenizer.decode(result.tokens) for result in results] if tokenizer is not None else None,
         statistics=scheduler.statistics,
         total_s=total_s,
         memory=Memory(weights.bytes, engine.caches.bytes, _peak_bytes(options.device)),
+        offload=offload_report,
         ops=clock.times if clock else (),
         trace=clock.trace if clock else None,
         rank=world.rank,
@@ -145,7 +154,24 @@ def _blocks(setup: Setup, options: RunOptions, requests: list[Request]) -> int:
     return sum(-(-tokens // options.kv_block_tokens) for tokens in largest)
 
 
-def _engine(setup: Setup, weights: LoadedWeights, options: RunOptions, requests: list[Request], blocks: int) -> Engine:
+def _offload_run(
+    setup: Setup, options: RunOptions, offload: Offload, requests: list[Request], blocks: int
+) -> OffloadRun:
+    return OffloadRun(
+        options=offload,
+        slots=min(_slots(setup, options), len(requests)),
+        num_blocks=blocks,
+        block_tokens=options.kv_block_tokens,
+        longest=_most_tokens(options, requests)[-1],
+        host_bytes=None if options.host_gib is None else int(options.host_gib * 2**30),
+        check=options.check,
+    )
+
+
+def _engine(
+    setup: Setup, weights: LoadedWeights, options: RunOptions, requests: list[Request], blocks: int,
+    offload: OffloadRun | None,
+) -> Engine:  # fmt: skip
     engine_class = Engine if setup.mesh.dp.size == 1 else LockstepEngine
     static = StaticShapes(min(_slots(setup, options), len(requests)), _most_tokens(options, requests)[-1])
     return engine_class(
@@ -157,6 +183,7 @@ def _engine(setup: Setup, weights: LoadedWeights, options: RunOptions, requests:
         device=torch.device(options.device),
         graph=options.graph,
         static=None if options.graph == "eager" else static,
+        offload=offload,
     )
 
 

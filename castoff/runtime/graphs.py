@@ -15,14 +15,14 @@ import lazy_loader as lazy
 
 from castoff.dims import Dim
 from castoff.model.decoder import Decoder, PassOutput
-from castoff.model.inputs import StepInputs
+from castoff.model.inputs import OffloadInputs, Selected, StepInputs
 from castoff.ops.library import register
 from castoff.ops.program import Tensor, op_observer
 
 torch = lazy.load("torch")
 
 GraphMode = Literal["eager", "compile", "cudagraph"]
-Outputs = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+Outputs = tuple[Tensor | None, ...]
 
 
 class Passes(Protocol):
@@ -32,43 +32,57 @@ class Passes(Protocol):
         """All layers and the head."""
 
     def draft_call(
-        self, inputs: StepInputs, hidden_TD: Tensor, topk_TK: Tensor | None, *, draft: int, last: bool
+        self, inputs: StepInputs, hidden_TD: Tensor, reused: Selected, *, draft: int, last: bool
     ) -> PassOutput:
         """One call of the MTP block."""
 
 
-def decode_passes(decoder: Decoder, mode: GraphMode) -> Passes:
-    """The decoder itself, or a graph of it."""
+def decode_passes(decoder: Decoder, mode: GraphMode, join: Callable[[], None]) -> Passes:
+    """The decoder itself, or a graph of it.
+
+    join: has main wait for the streams beside it, of which no graph leaves one open.
+    """
     match mode:
         case "eager":
             return decoder
         case "compile":
-            return _Graphed(decoder, _compiled)
+            return _Graphed(decoder, _compiled, join)
         case "cudagraph":
-            return _Graphed(decoder, _Captured)
+            return _Graphed(decoder, _Captured, join)
 
 
 class _Graphed:
-    def __init__(self, decoder: Decoder, graphed: Callable[[Callable[..., Outputs]], Callable[..., Outputs]]) -> None:
+    def __init__(
+        self, decoder: Decoder, graphed: Callable[[Callable[..., Outputs]], Callable[..., Outputs]],
+        join: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._decoder = decoder
+        self._join = join
         self._main = graphed(self._main_tensors)
         self._draft = graphed(self._draft_tensors)
 
     def main_pass(self, inputs: StepInputs, *, last: bool) -> PassOutput:
-        return PassOutput(*self._main(*_tensors(inputs), longest=inputs.longest, last=last))
+        self._join()
+        return _output(self._main(*_tensors(inputs), longest=inputs.longest, last=last))
 
     def draft_call(
-        self, inputs: StepInputs, hidden_TD: Tensor, topk_TK: Tensor | None, *, draft: int, last: bool
+        self, inputs: StepInputs, hidden_TD: Tensor, reused: Selected, *, draft: int, last: bool
     ) -> PassOutput:
-        return PassOutput(*self._draft(*_tensors(inputs), hidden_TD, topk_TK, longest=inputs.longest, last=last))
+        self._join()
+        given = (hidden_TD, reused.topk_TK, reused.rows_TK)
+        return _output(self._draft(*_tensors(inputs), *given, longest=inputs.longest, last=last))
 
     def _main_tensors(self, *tensors: Tensor | None, longest: Dim, last: bool) -> Outputs:
-        return _outputs(self._decoder.main_pass(_inputs(tensors, longest), last=last))
+        output = self._decoder.main_pass(_inputs(tensors, longest), last=last)
+        self._join()
+        return _outputs(output)
 
     def _draft_tensors(self, *tensors: Tensor | None, longest: Dim, last: bool) -> Outputs:
-        *given, hidden_TD, topk_TK = tensors
+        *given, hidden_TD, topk_TK, rows_TK = tensors
         inputs = _inputs(tuple(given), longest)
-        return _outputs(self._decoder.draft_call(inputs, hidden_TD, topk_TK, draft=0, last=last))
+        output = self._decoder.draft_call(inputs, hidden_TD, Selected(topk_TK, rows_TK), draft=0, last=last)
+        self._join()
+        return _outputs(output)
 
 
 def _compiled(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
@@ -121,18 +135,27 @@ class _Captured:
 
 
 def _tensors(inputs: StepInputs) -> tuple[Tensor | None, ...]:
+    own = inputs.offload
+    offload = (None,) * 4 if own is None else (own.own_rows_T, own.committed_B, own.request_slots_B, own.ring_first_B)
     return (
         inputs.ids_T, inputs.cos_TP, inputs.sin_TP, inputs.slot_mapping_T, inputs.block_tables, inputs.seq_lens_B,
-        inputs.sampled_B,
+        inputs.sampled_B, *offload,
     )  # fmt: skip
 
 
 def _inputs(tensors: tuple[Tensor | None, ...], longest: Dim) -> StepInputs:
-    ids_T, cos_TP, sin_TP, slot_mapping_T, block_tables, seq_lens_B, sampled_B = tensors
+    ids_T, cos_TP, sin_TP, slot_mapping_T, block_tables, seq_lens_B, sampled_B, *own = tensors
+    own_rows_T, committed_B, request_slots_B, ring_first_B = own
     return StepInputs(
-        ids_T, cos_TP, sin_TP, slot_mapping_T, block_tables, seq_lens_B, longest, None, sampled_B=sampled_B
-    )
+        ids_T, cos_TP, sin_TP, slot_mapping_T, block_tables, seq_lens_B, longest, None, sampled_B=sampled_B,
+        offload=None if own_rows_T is None else OffloadInputs(own_rows_T, committed_B, request_slots_B, ring_first_B),
+    )  # fmt: skip
 
 
 def _outputs(output: PassOutput) -> Outputs:
-    return output.hidden_TD, output.logits_TV, output.ids_T, output.topk_TK
+    return output.hidden_TD, output.logits_TV, output.ids_T, output.topk_TK, output.rows_TK, *output.chosen
+
+
+def _output(tensors: Outputs) -> PassOutput:
+    hidden_TD, logits_TV, ids_T, topk_TK, rows_TK, *chosen = tensors
+    return PassOutput(hidden_TD, logits_TV, ids_T, topk_TK, rows_TK, tuple(chosen))

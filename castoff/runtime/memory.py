@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import lazy_loader as lazy
 
 from castoff.errors import CastoffError
 from castoff.model.setup import Setup
 from castoff.model.weights import RankWeights
+from castoff.offload.host_store import available_bytes, check_host_bytes
+from castoff.offload.memory import OffloadRun, offload_bytes, offloaded_groups
 from castoff.ops.program import Recorder, Tensor
 from castoff.ops.work import DTYPE_BYTES
 
 torch = lazy.load("torch")
 
 
-def check_fits(setup: Setup, cache_tokens: int, *, dtype: Tensor, device: Tensor) -> None:
-    """Raise CastoffError where this rank's weights and caches for so many tokens exceed the memory that is free."""
+def check_fits(setup: Setup, cache_tokens: int, offload: OffloadRun | None, *, dtype: Tensor, device: Tensor) -> None:
+    """Raise CastoffError where this rank's weights and caches for so many tokens exceed the memory that is free, or the
+    host memory that may be taken."""
     weights_bytes = _weights_bytes(setup, dtype.itemsize)
-    cache_bytes = cache_tokens * _token_bytes(setup, dtype.itemsize)
+    cache_bytes = cache_tokens * _token_bytes(setup, dtype.itemsize, offload)
+    if offload is not None:
+        held = offload_bytes(setup, offload, dtype=dtype)
+        check_host_bytes(held.host, offload.host_bytes)
+        # On a CPU both are one memory.
+        cache_bytes += held.device + (held.host if device.type == "cpu" else 0)
     free_bytes = _free_bytes(device)
     if free_bytes is not None and weights_bytes + cache_bytes > free_bytes:
         raise CastoffError(
@@ -39,9 +44,12 @@ def _weights_bytes(setup: Setup, itemsize: int) -> int:
     return int(total)
 
 
-def _token_bytes(setup: Setup, itemsize: int) -> int:
+def _token_bytes(setup: Setup, itemsize: int, offload: OffloadRun | None) -> int:
+    """Bytes that a token has in the caches that stay on the device."""
     model, cache, has_mtp = setup.model, setup.cache, setup.mtp.num_mtp_tokens > 0
     layers = model.num_hidden_layers + has_mtp
+    if offload is not None:
+        layers -= sum(len(group) for group in offloaded_groups(setup, offload.options))
     full = model.indexer_types.count("full") + has_mtp if model.indexer else 0
     if cache.action != "DISABLED":
         return layers * cache.latent_row_bytes + full * cache.index_row_bytes
@@ -50,11 +58,4 @@ def _token_bytes(setup: Setup, itemsize: int) -> int:
 
 def _free_bytes(device: Tensor) -> int | None:
     """Free memory of the device; None where the system does not tell."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info()[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
-    except (OSError, StopIteration):
-        pages = os.sysconf_names.get("SC_AVPHYS_PAGES")
-        return None if pages is None else os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return int(torch.cuda.mem_get_info()[0]) if device.type == "cuda" else available_bytes()

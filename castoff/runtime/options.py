@@ -12,6 +12,7 @@ from castoff.errors import CastoffError
 from castoff.ops.quantization import RUNNABLE_ACTIONS
 from castoff.runtime.graphs import GraphMode
 from castoff.runtime.sampling import Sampling
+from castoff.spec.offload import Offload, check_offload
 from castoff.spec.quant import AttentionAction, LinearAction
 from castoff.spec.scenario import MOST
 
@@ -40,6 +41,8 @@ class RunOptions:
     temperature: 0 takes the most likely token.
     top_p: share of probability that is drawn from.
     seed: of random prompts and of drawn tokens.
+    host_gib: host memory that an offloaded KV cache may take, in GiB; unset takes what is free.
+    check: before every attention over offloaded rows, compare them with the host's and the pools with their rules.
     profile: write a Chrome trace with castoff's op names to this file, and report the time of every op.
     """
 
@@ -61,6 +64,8 @@ class RunOptions:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    host_gib: float | None = None
+    check: bool = False
     profile: Path | None = None
 
     @property
@@ -69,11 +74,19 @@ class RunOptions:
         return Sampling(temperature=self.temperature, top_p=self.top_p, seed=self.seed)
 
 
-def check_options(options: RunOptions) -> None:
+def check_options(options: RunOptions, offload: Offload) -> None:
     """Refuse options that no model could run with, before anything is loaded.
 
     Raises CastoffError, also where torch is not installed or sees no such device.
     """
+    check_offload(offload)
+    for flag, is_given in (("--host-gib", options.host_gib is not None), ("--check", options.check)):
+        if is_given and not offload.offloads:
+            raise CastoffError(f"{flag} is for an offloaded KV cache; give --offload gather, serve_install or direct")
+    if options.host_gib is not None and not 0 < options.host_gib < MOST:
+        raise CastoffError(f"--host-gib must be above 0, got {options.host_gib:g}")
+    if options.check and options.graph != "eager":
+        raise CastoffError(f"--check looks at every step from outside, and --graph {options.graph} hides it; use eager")
     try:
         accelerator: bool = torch.cuda.is_available()
     except ModuleNotFoundError:

@@ -6,13 +6,14 @@ import statistics as stats
 from dataclasses import dataclass
 from typing import Any
 
+from castoff.offload.report import OffloadReport
 from castoff.runtime.op_times import OpTime
 from castoff.runtime.scheduler import Result, Statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of weights and caches, and the most that the device (on CPU: the process) had in use."""
+    """Bytes of weights and resident caches, and the most that the device (on CPU: the process) had in use."""
 
     weights_bytes: int
     cache_bytes: int
@@ -23,9 +24,10 @@ class Memory:
 class RunReport:
     """What came out.
 
-    texts: None without a tokenizer. total_s: of all requests, loading aside. ops: the longest in total first; empty
-    where no op times were asked for. trace: the text of a Chrome trace, None where none was asked for. rank: of the
-    process whose report this is; the tokens are the same on all, times and memory are its own.
+    texts: None without a tokenizer. total_s: of all requests, loading aside. offload: None where all rows are on the
+    device. ops: the longest in total first; empty where no op times were asked for. trace: the text of a Chrome trace,
+    None where none was asked for. rank: of the process whose report this is; the tokens are the same on all, times and
+    memory are its own.
     """
 
     results: list[Result]
@@ -33,6 +35,7 @@ class RunReport:
     statistics: Statistics
     total_s: float
     memory: Memory
+    offload: OffloadReport | None = None
     ops: tuple[OpTime, ...] = ()
     trace: str | None = None
     rank: int = 0
@@ -69,6 +72,7 @@ class RunReport:
             "acceptance_rates": self.statistics.acceptance_rates,
             "decode_steps": self.statistics.decode_steps,
             "sparse_steps": self.statistics.sparse_steps,
+            "offload": self.offload.as_json() if self.offload else None,
             "ops": [_op(op) for op in self.ops],
             "memory": {
                 "weights_bytes": self.memory.weights_bytes,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import lazy_loader as lazy
 
 from castoff.errors import CastoffError
+from castoff.model.inputs import Selected
 from castoff.ops.program import Tensor
 from castoff.runtime.engine import Engine, Rows
 from castoff.runtime.sampling import Sampling, choose
@@ -172,7 +173,7 @@ class Scheduler:
 
     def _prefill(self, joined: _Running) -> None:
         prompt = joined.request.prompt
-        self._engine.pool.grow(joined.index, self._most_tokens(joined.request))
+        self._engine.admit(joined.index, self._most_tokens(joined.request))
         for start in range(0, len(prompt), self._chunk):
             end = min(start + self._chunk, len(prompt))
             rows = Rows([joined.index], [end])
@@ -182,11 +183,11 @@ class Scheduler:
                 joined.last = self._choose(output.logits_TV, joined, end - 1)[0]
                 following = (*following, joined.last)
             if self._drafts:
-                draft = self._engine.draft(self._ids([following]), output.hidden_TD, None, rows, prefill=True)
+                draft = self._engine.draft(self._ids([following]), output.hidden_TD, Selected(), rows, prefill=True)
         joined.cached = len(prompt)
         self._keep(joined, [joined.last])
         if self._drafts:
-            self._draft_on([joined], draft.ids_T.tolist(), draft.hidden_TD[-1:], None)
+            self._draft_on([joined], draft.ids_T.tolist(), draft.hidden_TD[-1:], Selected())
 
     def _decode(self, running: list[_Running], started: float) -> None:
         queries = 1 + self._drafts
@@ -200,7 +201,8 @@ class Scheduler:
         self._count(lengths, accepted)
         if self._drafts:
             kept_B = torch.tensor(accepted, device=ids_BS.device)
-            draft = self._engine.draft(self._ids(chosen), output.hidden_TD, None, rows, prefill=False, sampled_B=kept_B)
+            ids_BS = self._ids(chosen)
+            draft = self._engine.draft(ids_BS, output.hidden_TD, Selected(), rows, prefill=False, sampled_B=kept_B)
         for item, choice, count in zip(running, chosen, accepted, strict=True):
             item.cached += count + 1
             item.last = choice[count]
@@ -211,14 +213,16 @@ class Scheduler:
             at = torch.arange(len(running), device=ids_BS.device) * queries + kept_B
             self._draft_on(running, draft.ids_T.tolist(), draft.hidden_TD[at], self._engine.shared_topk(draft, at))
 
-    def _draft_on(self, running: list[_Running], first: list[int], hidden_BD: Tensor, topk_BK: Tensor | None) -> None:
+    def _draft_on(self, running: list[_Running], first: list[int], hidden_BD: Tensor, reused: Selected) -> None:
         """The draft calls after the first: one token each, fed with the draft and the hidden state before it."""
         for item, token in zip(running, first, strict=True):
             item.drafts = [token]
         for draft in range(1, self._drafts):
-            rows = Rows([item.index for item in running], [item.cached + draft for item in running])
+            # What earlier draft calls wrote is computed anew in the next step.
+            committed = [item.cached for item in running]
+            rows = Rows([item.index for item in running], [cached + draft for cached in committed], committed=committed)
             ids_B1 = self._ids([[item.drafts[-1]] for item in running])
-            output = self._engine.draft(ids_B1, hidden_BD, topk_BK, rows, prefill=False)
+            output = self._engine.draft(ids_B1, hidden_BD, reused, rows, prefill=False)
             hidden_BD = output.hidden_TD
             for item, token in zip(running, output.ids_T.tolist(), strict=True):
                 item.drafts.append(token)
@@ -250,7 +254,7 @@ class Scheduler:
     def _drop_done(self, running: list[_Running]) -> list[_Running]:
         for item in running:
             if self._is_done(item):
-                self._engine.pool.release(item.index)
+                self._engine.release(item.index)
         return [item for item in running if not self._is_done(item)]
 
     def _ids(self, rows: Sequence[Sequence[int]]) -> Tensor:

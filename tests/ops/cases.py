@@ -17,6 +17,8 @@ from castoff.ops import (  # noqa: E402
     mlapo,
     moe,
     norm,
+    offload_plan,
+    offload_rows,
     tokens,
 )
 from castoff.ops.attention import AttentionSizes  # noqa: E402
@@ -24,6 +26,7 @@ from castoff.ops.dsa_indexer import IndexerSizes, IndexerWeights  # noqa: E402
 from castoff.ops.lengths import Lengths  # noqa: E402
 from castoff.ops.linear import Weight  # noqa: E402
 from castoff.ops.mlapo import MlapoSizes, MlapoWeights  # noqa: E402
+from castoff.ops.offload_plan import PoolSizes  # noqa: E402
 from castoff.ops.program import Abstract, Op, Recorder, dtype_name  # noqa: E402
 from castoff.ops.quantization import quantize_activations, quantize_weight  # noqa: E402
 from castoff.spec.quant import CacheFormat, LinearAction, linear_format  # noqa: E402
@@ -260,7 +263,65 @@ def _grouped_case(op: Op) -> Case:
     return _case(op, rand(T, D), weight.values, counts, touched=2)
 
 
+POOL = PoolSizes(requests=2, sets=3, ways=2, ring_tokens=4, staging_rows=8, policy="fifo")
+
+
+def _plan_case(op: Op, sizes: PoolSizes, *, lists: int) -> Case:
+    """Two requests of two queries, of four ids each, one of them in the pool already."""
+    topk_TK = torch.tensor([[8, 4, 1, 0], [9, 8, 4, 2], [5, 3, 1, -1], [6, 5, 0, 1]], dtype=torch.int32)
+    state = torch.full((2, sizes.sets, sizes.ways), -1, dtype=torch.int32)
+    tags = state.clone()
+    tags[0, 1, 0] = 4
+    hands = torch.zeros(2, sizes.sets, dtype=torch.int32)
+    return _case(
+        op, topk_TK, torch.tensor([8, 9, 5, 6]), torch.tensor([10, 7]), torch.tensor([8, 5]), torch.tensor([0, 1]),
+        torch.tensor([6, 3]), tags, state.clone(), hands, hands.clone(), sizes=sizes, lists=lists,
+    )  # fmt: skip
+
+
+def _row_case(op: Op, *inputs: Any, **attributes: Any) -> Case:
+    return _case(op, *(value.clone() for value in inputs), **attributes)
+
+
+HOST = rand(4, BLOCK_TOKENS, 6)
+TABLES = torch.tensor([[2, 0], [1, 3]])
+REGION = rand(POOL.layer_rows + 1, 6, seed=1)
+LISTED = torch.tensor([[3, -2 - 6, -1], [1, -1, -1]], dtype=torch.int32)
+TO_ROWS = torch.tensor([[0, POOL.layer_rows + 2, -1], [8, -1, -1]], dtype=torch.int32)
+LIST_COUNTS = torch.tensor([2, 1], dtype=torch.int32)
+SOURCES = torch.tensor([[0, -2 - 3], [-1, 4]], dtype=torch.int32)
+
 CASES: dict[str, Callable[[], Case]] = {
+    "offload_plan": lambda: _plan_case(offload_plan.PLAN_DIRECT, POOL, lists=2),
+    "gather_plan": lambda: _plan_case(
+        offload_plan.PLAN_GATHER, replace(POOL, sets=2, ways=4, ring_tokens=2, policy="previous"), lists=2
+    ),
+    "serve_plan": lambda: _plan_case(offload_plan.PLAN_SERVE, POOL, lists=3),
+    "install_metadata": lambda: _case(
+        offload_plan.INSTALL_METADATA, torch.tensor([0, 1]), LISTED.clamp(min=-1), TO_ROWS.clamp(max=11),
+        torch.ones(2, dtype=torch.int32), torch.full((2, 3, 2), -1, dtype=torch.int32),
+        torch.zeros(2, 3, dtype=torch.int32), sizes=POOL,
+    ),
+    "offload_fetch": lambda: _row_case(
+        offload_rows.OFFLOAD_FETCH, HOST, TABLES, torch.tensor([0, 1]), LISTED, TO_ROWS, LIST_COUNTS, REGION,
+        rand(16, 6, seed=2), sizes=POOL,
+    ),
+    "offload_serve": lambda: _row_case(
+        offload_rows.OFFLOAD_SERVE, HOST, TABLES, SOURCES, REGION, rand(6, 6, seed=3)
+    ),
+    "offload_install": lambda: _row_case(
+        offload_rows.OFFLOAD_INSTALL, rand(6, 6, seed=3), TO_ROWS.clamp(max=11), LISTED.clamp(min=0), LIST_COUNTS,
+        REGION,
+    ),
+    "host_row_write": lambda: _row_case(
+        offload_rows.HOST_ROW_WRITE, REGION, torch.tensor([12, -1]), HOST, torch.tensor([5, -1])
+    ),
+    "store_rows": lambda: _row_case(
+        offload_rows.STORE_ROWS, rand(4, BLOCK_TOKENS, 6, seed=4), HOST, start=2, end=7, blocks=(3, 1)
+    ),
+    "load_rows": lambda: _row_case(
+        offload_rows.LOAD_ROWS, HOST, rand(4, BLOCK_TOKENS, 6, seed=4), end=7, blocks=(0, 1)
+    ),
     "embedding": lambda: _case(tokens.EMBEDDING, ids(T, below=9), rand(9, D)),
     "select_rows": lambda: _case(tokens.SELECT_ROWS, rand(T, D), None, rows=2),
     "select_rows at places": lambda: _case(tokens.SELECT_ROWS, rand(T, D), torch.tensor([2, 0]), rows=2),

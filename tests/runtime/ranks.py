@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from castoff.model.inputs import NOTHING
 from castoff.ops import collectives
 from castoff.ops.linear import Weight
 from castoff.ops.tokens import embedding
@@ -89,7 +90,7 @@ def _call(
     if not drafts:
         return out.logits_TV
     return torch.cat(
-        [out.logits_TV, engine.draft(ids(1), out.hidden_TD, None, rows, prefill=prefill, last=False).logits_TV]
+        [out.logits_TV, engine.draft(ids(1), out.hidden_TD, NOTHING, rows, prefill=prefill, last=False).logits_TV]
     )
 
 

@@ -84,7 +84,7 @@ def test_save_and_restore(tiny_checkpoint: Callable[..., Tiny], kind: str) -> No
     own.caches.restore(saved, own.pool.blocks(2))
     torch.testing.assert_close(decode(own, ids_BS, [2], prompt), expected, rtol=0, atol=1e-5)
     after = own.caches.save(own.pool.blocks(1))
-    for layer, rows in enumerate(others.latent):
+    for layer, rows in others.latent.items():
         assert torch.equal(rows, after.latent[layer])
     for layer, rows in others.indexer.items():
         assert torch.equal(rows, after.indexer[layer])
@@ -102,7 +102,7 @@ def test_latent_rows_and_indexer_keys_are_both_needed(tiny_checkpoint: Callable[
     blocks = own.pool.blocks(0)
     for name in ("latent", "indexer"):
         if name == "latent":
-            half = replace(saved, latent=[torch.zeros_like(rows) for rows in saved.latent])
+            half = replace(saved, latent={layer: torch.zeros_like(rows) for layer, rows in saved.latent.items()})
         else:
             half = replace(saved, indexer={layer: torch.zeros_like(rows) for layer, rows in saved.indexer.items()})
         own.caches.restore(half, blocks)
@@ -117,7 +117,7 @@ def test_restore_keeps_the_order_of_blocks(tiny_checkpoint: Callable[..., Tiny])
     saved = own.caches.save(own.pool.blocks(0))
     own.caches.restore(saved, [9, 20, 4])
     again = own.caches.save([9, 20, 4])
-    for rows, moved in zip(saved.latent, again.latent, strict=True):
+    for rows, moved in zip(saved.latent.values(), again.latent.values(), strict=True):
         assert torch.equal(rows, moved)
         assert rows.any()
 
@@ -162,7 +162,7 @@ def test_padding_writes_to_no_request(tiny_checkpoint: Callable[..., Tiny]) -> N
         own.forward(token_ids(2, 4), Rows([None, None], [0, 0]), prefill=True, last=False)
         own.forward(token_ids(1, 1), Rows([None], [0]), prefill=False, last=True)
     after = own.caches.save(own.pool.blocks(0))
-    for layer, rows in enumerate(before.latent):
+    for layer, rows in before.latent.items():
         assert torch.equal(rows, after.latent[layer])
     for layer, rows in before.indexer.items():
         assert torch.equal(rows, after.indexer[layer])
@@ -171,7 +171,7 @@ def test_padding_writes_to_no_request(tiny_checkpoint: Callable[..., Tiny]) -> N
 def _caches(own: Engine) -> list[tuple[str, int, Any]]:
     caches: list[tuple[str, int, Any]] = []
     for layer in range(own.setup.model.num_hidden_layers):
-        caches.append(("latent", layer, own.caches.latent(layer)))
+        caches.append(("latent", layer, own.caches.latent(layer).cache))
         if own.setup.model.indexer_types[layer] == "full":
             caches.append(("indexer", layer, own.caches.indexer(layer)))
     return caches

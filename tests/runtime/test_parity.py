@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from castoff.model.inputs import NOTHING, Selected
 from castoff.runtime.engine import Rows
 from tests.runtime.tiny import (
     INDEX_TOPK,
@@ -249,7 +250,7 @@ def test_mtp_block(tiny_checkpoint: Callable[..., Tiny], kind: str, length: int)
         own.pool.grow(0, length)
         main = own.forward(ids_BS[:, :-1], Rows([0], [length]), prefill=True, last=False)
         assert_close(main.hidden_TD, hidden_SD)
-        out = own.draft(ids_BS[:, 1:], main.hidden_TD, None, Rows([0], [length]), prefill=True, last=False)
+        out = own.draft(ids_BS[:, 1:], main.hidden_TD, NOTHING, Rows([0], [length]), prefill=True, last=False)
     assert_close(out.hidden_TD, expected_SD)
     assert_close(out.logits_TV, expected_SV)
     assert torch.equal(out.ids_T, expected_SV.argmax(dim=-1))
@@ -265,11 +266,11 @@ def test_mtp_block_in_chunks(tiny_checkpoint: Callable[..., Tiny], kind: str) ->
     own.pool.grow(0, length)
     with torch.no_grad():
         _, expected_SV = mtp_oracle(tiny, ids_S, hidden_SD)
-        out = own.draft(ids_S[None, :first], hidden_SD[:first], None, Rows([0], [first]), prefill=True, last=False)
+        out = own.draft(ids_S[None, :first], hidden_SD[:first], NOTHING, Rows([0], [first]), prefill=True, last=False)
         assert_close(out.logits_TV, expected_SV[:first])
         for at in range(first, length):
             step = slice(at, at + 1)
-            out = own.draft(ids_S[None, step], hidden_SD[step], None, Rows([0], [at + 1]), prefill=False, last=False)
+            out = own.draft(ids_S[None, step], hidden_SD[step], NOTHING, Rows([0], [at + 1]), prefill=False, last=False)
             assert_close(out.logits_TV, expected_SV[step])
 
 
@@ -290,8 +291,8 @@ def test_mtp_block_with_a_frozen_topk(tiny_checkpoint: Callable[..., Tiny], kind
         for own in (frozen, scored):
             own.pool.grow(0, length)
         rows = Rows([0], [length])
-        out = frozen.draft(ids_S[None], hidden_SD, topk_TK, rows, prefill=False, last=False)
-        scored.draft(ids_S[None], hidden_SD, None, rows, prefill=False, last=False)
+        out = frozen.draft(ids_S[None], hidden_SD, Selected(topk_TK), rows, prefill=False, last=False)
+        scored.draft(ids_S[None], hidden_SD, NOTHING, rows, prefill=False, last=False)
     assert_close(out.logits_TV, expected_SV)
     assert (expected_SV - anew_SV).abs().max() > 100 * TOLERANCE
     assert torch.equal(out.topk_TK, topk_TK)

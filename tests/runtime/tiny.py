@@ -15,7 +15,7 @@ import pytest
 from castoff.model.decoder import Decoder, Direct
 from castoff.model.setup import Setup
 from castoff.runtime.checkpoint import Checkpoint, LoadedWeights
-from castoff.runtime.engine import Engine, Rows
+from castoff.runtime.engine import Call, Engine, Rows
 from castoff.runtime.structure import run_setup
 from castoff.spec.model import ModelSpec, load_model
 from castoff.spec.quant import LinearAction
@@ -250,7 +250,9 @@ def record(
     setup = replace(own.setup, mode="prefill" if prefill else "decode")
     decoder = Decoder(setup, weights, own.caches, runner)
     with torch.no_grad():
-        return decoder.main_pass(own._inputs(ids_BS, rows, max(rows.lengths)), last=False), runner
+        return decoder.main_pass(
+            own._inputs(Call(ids_BS, rows, prefill, last=False), max(rows.lengths)), last=False
+        ), runner
 
 
 def weights_of(own: Engine) -> Any:

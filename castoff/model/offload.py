@@ -1,0 +1,325 @@
+"""The latent cache in host memory: what each offload mode does in a layer, in which order, on which stream.
+
+Main computes. Under `direct` the copy stream brings the rows of a group's later layers while the first ones compute;
+under `serve_install` the install stream moves served rows into the pool afterwards. Labels name what has been done: a
+stream that waits for one goes on after all that came before it. Of a layer l of group g, in decode:
+
+    direct         owner: plan(g), fetch(l); on copy, after plan(g), fetch of the later layers, which wait for it;
+                   write to host, attention
+    serve_install  owner: wait for installed(g), plan(g); wait for installed(l), write to host, serve, attention; on
+                   install: the later layers, the owner last, then the metadata
+    gather         owner: plan(g); write to host, fetch(l), attention
+
+and in prefill, with two buffers in turn: the layer's earlier rows come on copy, after what was stored from the buffer;
+write the rows, and while attention reads them, store the new ones on copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import lazy_loader as lazy
+
+from castoff.model.inputs import AttendedRows, OffloadInputs, Selected, StepInputs
+from castoff.ops.offload_plan import (
+    PlanInputs,
+    PoolSizes,
+    PoolState,
+    RowPlan,
+    ServePlan,
+    install_metadata,
+    plan_direct,
+    plan_gather,
+    plan_serve,
+)
+from castoff.ops.offload_rows import fetch, install, load_rows, serve, store_rows, write_to_host
+from castoff.ops.program import Tensor
+from castoff.spec.offload import Offload
+
+torch = lazy.load("torch")
+
+Label = tuple[str, int]
+COPY, INSTALL = "copy", "install"
+
+
+class Streams(Protocol):
+    """Streams beside main. Calls of `work` go in the order of submission, each stream at its own pace."""
+
+    def record(self, label: Label) -> None:
+        """Name the point that main has reached."""
+
+    def wait(self, label: Label) -> None:
+        """Main goes on after what last had this label; at once where nothing had, or main has waited for it before."""
+
+    def submit(self, stream: str, label: Label, work: Callable[[], None], *, after: Label) -> None:
+        """Have `work` done on a stream after main's label `after`; what is done then has `label`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """An index group on the device: its layers, owner first, what is known of their pools, and counts so far, (7,)."""
+
+    index: int
+    layers: tuple[int, ...]
+    state: PoolState
+    figures_C: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """Rows of one layer: in host memory (blocks, block tokens, X), and on the device.
+
+    region: as `ops/offload_plan.py` says, (rows, X). staging: what layers share in turn, (rows, X). selection: of
+    serve_install, (T · K, X); an empty tensor otherwise.
+    """
+
+    host: Tensor
+    region: Tensor
+    staging: Tensor
+    selection: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadMemory:
+    """All that offload holds. layers: by number, the MTP block's after the last where it is offloaded."""
+
+    sizes: PoolSizes
+    groups: tuple[GroupMemory, ...]
+    layers: dict[int, LayerMemory]
+
+    def group_of(self, layer: int) -> GroupMemory:
+        """The group that a layer belongs to."""
+        return next(group for group in self.groups if layer in group.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offloaded:
+    """One layer in a decode call."""
+
+    layer: int
+    memory: OffloadMemory
+    group: GroupMemory
+    options: Offload
+    streams: Streams
+
+    @property
+    def rows(self) -> LayerMemory:
+        return self.memory.layers[self.layer]
+
+    def written_to(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """The layer's region, at the ring rows of the tokens."""
+        return self.rows.region, _of(inputs).own_rows_T
+
+    def select(self, inputs: StepInputs, selected: Selected, *, chosen_here: bool) -> tuple[AttendedRows, Selected]:
+        """What a mode is."""
+        raise NotImplementedError
+
+    def attended(self, selected: Selected) -> None:
+        """Nothing is left to do."""
+
+    def _write(self, inputs: StepInputs) -> None:
+        write_to_host(self.rows.region, _of(inputs).own_rows_T, self.rows.host, inputs.slot_mapping_T)
+
+    def _count(self, figures_BC: Tensor) -> None:
+        self.group.figures_C.add_(figures_BC.sum(0))
+
+    def _plan_inputs(self, inputs: StepInputs) -> PlanInputs:
+        own = _of(inputs)
+        return PlanInputs(
+            inputs.slot_mapping_T, inputs.seq_lens_B, own.committed_B, own.request_slots_B, own.ring_first_B
+        )
+
+    def _fetch(self, layer: int, inputs: StepInputs, plan: RowPlan) -> None:
+        rows = self.memory.layers[layer]
+        fetch(
+            rows.host, inputs.block_tables, _of(inputs).request_slots_B, plan, rows.region, rows.staging,
+            self.memory.sizes,
+        )  # fmt: skip
+
+    def _wait_for_prompts(self) -> None:
+        """Rows of prompts may still be on their way to host memory."""
+        for buffer in range(PREFILL_BUFFERS):
+            self.streams.wait(("stored", buffer))
+
+
+class Direct(_Offloaded):
+    """Every missed row lands once, in its final place; attention reads it there."""
+
+    __slots__ = ()
+
+    def select(self, inputs: StepInputs, selected: Selected, *, chosen_here: bool) -> tuple[AttendedRows, Selected]:
+        """The owner plans and fetches its rows, and sends for those of its group; the others wait for theirs."""
+        if chosen_here:
+            self._wait_for_prompts()
+            plan = plan_direct(selected.topk_TK, self._plan_inputs(inputs), self.group.state, self.memory.sizes)
+            self._count(plan.figures_BC)
+            self.streams.record(("planned", self.group.index))
+            if self.options.prefetches:
+                for layer in self.group.layers[1:]:
+                    self._prefetch(layer, inputs, plan)
+            self._fetch(self.layer, inputs, plan)
+            lists = (plan.ids_BX, plan.to_rows_BX, plan.counts_B, plan.figures_BC)
+            selected = Selected(selected.topk_TK, plan.rows_TK, lists)
+        elif self.options.prefetches:
+            self.streams.wait(("fetched", self.layer))
+        else:
+            assert selected.rows_TK is not None, "an owner plans for its group"
+            self._fetch(self.layer, inputs, RowPlan(selected.rows_TK, *selected.lists))
+        self._write(inputs)
+        self.streams.record(("readable", self.layer))
+        return AttendedRows(self.rows.region, selected.rows_TK, staging=self.rows.staging), selected
+
+    def _prefetch(self, layer: int, inputs: StepInputs, plan: RowPlan) -> None:
+        self.streams.submit(
+            COPY,
+            ("fetched", layer),
+            lambda: self._fetch(layer, inputs, plan),
+            after=("planned", self.group.index),
+        )
+
+
+class Gather(_Offloaded):
+    """Each query keeps the rows of its last selection; all others are read from the host."""
+
+    __slots__ = ()
+
+    def select(self, inputs: StepInputs, selected: Selected, *, chosen_here: bool) -> tuple[AttendedRows, Selected]:
+        """The owner plans; every layer fetches. A draft call that reuses rows does neither."""
+        self._write(inputs)
+        rows_TK = selected.rows_TK
+        reuses = not chosen_here and not selected.lists and rows_TK is not None
+        if chosen_here or rows_TK is None:
+            self._wait_for_prompts()
+            plan = plan_gather(selected.topk_TK, self._plan_inputs(inputs), self.group.state, self.memory.sizes)
+            self._count(plan.figures_BC)
+            self.streams.record(("planned", self.group.index))
+            lists = (plan.ids_BX, plan.to_rows_BX, plan.counts_B, plan.figures_BC)
+            selected = Selected(selected.topk_TK, plan.rows_TK, lists)
+        if not reuses:
+            assert selected.rows_TK is not None, "an owner plans for its group"
+            self._fetch(self.layer, inputs, RowPlan(selected.rows_TK, *selected.lists))
+        self.streams.record(("readable", self.layer))
+        return AttendedRows(self.rows.region, selected.rows_TK, staging=self.rows.staging), selected
+
+
+class ServeInstall(_Offloaded):
+    """The published shared-indexer route: rows are served into a selection buffer, and installed in the pool later."""
+
+    __slots__ = ()
+
+    def select(self, inputs: StepInputs, selected: Selected, *, chosen_here: bool) -> tuple[AttendedRows, Selected]:
+        """The owner plans; every layer serves."""
+        if chosen_here:
+            self._wait_for_prompts()
+            self.streams.wait(("group installed", self.group.index))
+            plan = plan_serve(selected.topk_TK, self._plan_inputs(inputs), self.group.state, self.memory.sizes)
+            self._count(plan.figures_BC)
+            self.streams.record(("planned", self.group.index))
+            sources_TK = plan.sources_TK
+            positions_TK = torch.arange(sources_TK.numel(), dtype=torch.int32, device=sources_TK.device)
+            rows_TK = torch.where(sources_TK == -1, -1, positions_TK.view(sources_TK.shape))
+            lists = (
+                sources_TK, plan.ids_BX, plan.to_rows_BX, plan.from_BX, plan.counts_B, plan.figures_BC,
+                _of(inputs).request_slots_B,
+            )  # fmt: skip
+            selected = Selected(selected.topk_TK, rows_TK, lists)
+        self.streams.wait(("installed", self.layer))
+        self._write(inputs)
+        rows = self.rows
+        serve(rows.host, inputs.block_tables, _serve_plan(selected), rows.region, rows.selection)
+        self.streams.record(("served", self.layer))
+        return AttendedRows(rows.selection, selected.rows_TK), selected
+
+    def attended(self, selected: Selected) -> None:
+        """Install what was served; the owner's rows and the metadata come after the last layer of the group."""
+        self.streams.record(("attended", self.layer))
+        owner, last = self.group.layers[0], self.group.layers[-1]
+        plan = _serve_plan(selected)
+        if self.layer != owner:
+            self._install(self.layer, plan)
+        if self.layer == last:
+            self._install(owner, plan)
+            self._submit(
+                ("group installed", self.group.index),
+                lambda: install_metadata(selected.lists[-1], plan, self.group.state, self.memory.sizes),
+                after=("served", last),
+            )
+
+    def _install(self, layer: int, plan: ServePlan) -> None:
+        rows = self.memory.layers[layer]
+        self._submit(("installed", layer), lambda: install(rows.selection, plan, rows.region), after=("served", layer))
+
+    def _submit(self, label: Label, work: Callable[[], None], *, after: Label) -> None:
+        if self.options.has_install_stream:
+            self.streams.submit(INSTALL, label, work, after=after)
+        else:
+            work()
+            self.streams.record(label)
+
+
+MODES = {"direct": Direct, "gather": Gather, "serve_install": ServeInstall}
+PREFILL_BUFFERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRows:
+    """One layer in a prefill call of one request: its rows lie in one of two buffers meanwhile, in order of position.
+
+    buffers: (blocks, block tokens, X). hosts: host rows of every offloaded layer. is_first: of its pass. following: the
+    next layer of the pass, whose earlier rows are brought while this one computes.
+    """
+
+    layer: int
+    hosts: Mapping[int, Tensor]
+    buffers: Sequence[Tensor]
+    streams: Streams
+    is_first: bool
+    following: int | None
+
+    def written_to(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """The buffer, with the rows of earlier chunks in it."""
+        own = _of(inputs)
+        if self.is_first:
+            self._load(self.layer, own)
+        self.streams.wait(("loaded", _buffer(self.layer)))
+        if self.following is not None:
+            self._load(self.following, own)
+        return self.buffers[_buffer(self.layer)], own.own_rows_T
+
+    def select(self, inputs: StepInputs, selected: Selected, *, chosen_here: bool) -> tuple[AttendedRows, Selected]:
+        """Attention reads the buffer, while the new rows go to host memory."""
+        own, index = _of(inputs), _buffer(self.layer)
+        buffer, host = self.buffers[index], self.hosts[self.layer]
+        self.streams.record(("written", index))
+        self.streams.submit(
+            COPY, ("stored", index), lambda: store_rows(buffer, host, *own.stored), after=("written", index)
+        )
+        return AttendedRows(buffer, selected.topk_TK, own.buffer_tables, inputs.seq_lens_B), selected
+
+    def attended(self, selected: Selected) -> None:
+        """From here on the buffer may take another layer's rows, once these are in host memory."""
+        self.streams.record(("attended", _buffer(self.layer)))
+
+    def _load(self, layer: int, own: OffloadInputs) -> None:
+        """Send for the rows that a layer has in host memory, after all that uses its buffer now."""
+        start, _, blocks = own.stored
+        buffer, host = self.buffers[_buffer(layer)], self.hosts[layer]
+        label = _buffer(layer)
+        self.streams.submit(
+            COPY, ("loaded", label), lambda: load_rows(host, buffer, start, blocks), after=("attended", label)
+        )
+
+
+def _buffer(layer: int) -> int:
+    return layer % PREFILL_BUFFERS
+
+
+def _of(inputs: StepInputs) -> OffloadInputs:
+    assert inputs.offload is not None, "a call over offloaded rows is told where they lie"
+    return inputs.offload
+
+
+def _serve_plan(selected: Selected) -> ServePlan:
+    return ServePlan(*selected.lists[:-1])

@@ -1,0 +1,1 @@
+"""KV offload for real: host memory, streams, pools."""

@@ -1,0 +1,262 @@
+"""The caches of a run whose latent rows lie in host memory: slots of requests, inputs of calls, figures at the end.
+
+Axes: B rows of a call, S tokens of each, T = B · S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import lazy_loader as lazy
+
+from castoff.model.inputs import CacheSource, LatentCache, OffloadInputs
+from castoff.model.offload import MODES, GroupMemory, PrefillRows
+from castoff.model.setup import Setup
+from castoff.offload.check import CheckedRows
+from castoff.offload.memory import OffloadRun, allocate, prefill_buffers
+from castoff.offload.report import GroupReport, OffloadReport
+from castoff.offload.streams import RunStreams
+from castoff.ops.offload_plan import COUNTS
+from castoff.ops.program import Tensor
+from castoff.spec.offload import Offload
+
+torch = lazy.load("torch")
+
+
+class DeviceCaches(Protocol):
+    """The caches that stay on the device: indexer keys, and latent rows that are not offloaded."""
+
+    def latent(self, layer: int) -> LatentCache:
+        """Latent rows of a layer."""
+
+    def indexer(self, layer: int) -> Tensor:
+        """Indexer keys of a full layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRows:
+    """The rows of a call on the host's side: who they are, how long, how much of it is final, and their blocks.
+
+    is_draft: of the MTP block.
+    """
+
+    is_draft: bool
+    requests: Sequence[int | None]
+    lengths: Sequence[int]
+    committed: Sequence[int]
+    blocks: Sequence[Sequence[int]]
+
+
+class OffloadedCaches:
+    """Latent rows in host memory, pools on the device, and which request has which slot of them.
+
+    Raises CastoffError where the host has not enough memory.
+    """
+
+    def __init__(
+        self, setup: Setup, run: OffloadRun, resident: DeviceCaches, streams: RunStreams, *, dtype: Tensor,
+        device: Tensor,
+    ) -> None:  # fmt: skip
+        self._setup = setup
+        self._run = run
+        self.resident = resident
+        self._device = device
+        self.streams = streams
+        self.memory = allocate(setup, run, dtype=dtype, device=device)
+        self._written_rows = 0
+        self._prefill_rows = 0
+        self._buffers = prefill_buffers(setup, run, dtype=dtype, device=device)
+        self._free = list(range(run.slots - 1, -1, -1))
+        self._slots: dict[int, int] = {}
+        # Where a request's first decode step began: the ring has no earlier rows.
+        self._decoded_from: dict[int, int] = {}
+        self._occupancy = [[0, 0] for _ in self.memory.groups]
+        self._hosts = {layer: rows.host for layer, rows in self.memory.layers.items()}
+
+    @property
+    def options(self) -> Offload:
+        """Mode and pool."""
+        return self._run.options
+
+    @property
+    def prefill(self) -> CacheSource:
+        """Caches for prefill calls."""
+        return _Source(self, is_prefill=True)
+
+    @property
+    def decode(self) -> CacheSource:
+        """Caches for decode calls."""
+        return _Source(self, is_prefill=False)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on the device: pools, rings, staging, selection, metadata and prefill buffers."""
+        memory = self.memory
+        held = {
+            id(tensor): tensor
+            for rows in memory.layers.values()
+            for tensor in (rows.region, rows.staging, rows.selection)
+        }
+        for group in memory.groups:
+            state = group.state
+            held |= {id(x): x for x in (state.tags_RNW, state.used_RNW, state.hands_RN, state.marks_RN)}
+        return sum(int(tensor.nbytes) for tensor in (*held.values(), *self._buffers))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(int(rows.host.nbytes) for rows in self.memory.layers.values())
+
+    def admit(self, request: int) -> None:
+        """Give a request an empty slot."""
+        slot = self._free.pop()
+        self._slots[request] = slot
+        self._clear(slot)
+
+    def release(self, request: int) -> None:
+        """Take a request's slot back, in whatever state; what its pools held counts as the run's occupancy."""
+        slot = self._slots.pop(request, None)
+        if slot is None:
+            return
+        self._decoded_from.pop(request, None)
+        self.streams.drain()
+        for group, held in zip(self.memory.groups, self._occupancy, strict=True):
+            held[0] += int((group.state.tags_RNW[slot] >= 0).sum())
+            held[1] += self.memory.sizes.pool_tokens
+        self._clear(slot)
+        self._free.append(slot)
+
+    def abort(self, requests: Sequence[int | None]) -> None:
+        """After a call that did not end: forget what the pools of its requests were to hold. Their rows in host memory
+        are whole up to the call, so it may be made again."""
+        self.streams.abandon()
+        for request in requests:
+            if request in self._slots:
+                self._clear(self._slots[request])
+
+    def latent(self, layer: int, *, prefill: bool) -> LatentCache:
+        """Latent rows of a layer in a prefill or a decode call."""
+        if layer not in self.memory.layers:
+            return self.resident.latent(layer)
+        if prefill:
+            last = layer in (self._setup.model.num_hidden_layers - 1, self._setup.model.num_hidden_layers)
+            is_first = layer in (0, self._setup.model.num_hidden_layers)
+            following = None if last else layer + 1
+            return PrefillRows(layer, self._hosts, self._buffers, self.streams, is_first, following)
+        mode = MODES[self.options.offload]
+        rows = mode(layer, self.memory, self.memory.group_of(layer), self.options, self.streams)
+        return CheckedRows(layer, rows, self.memory, self.owner_of) if self._run.check else rows
+
+    def owner_of(self, slot: int) -> int | None:
+        """The request that has a slot."""
+        return next((request for request, held in self._slots.items() if held == slot), None)
+
+    def decode_inputs(self, rows: CallRows, positions_BS: Tensor, slot_mapping_T: Tensor) -> OffloadInputs:
+        """What a decode call is told beside."""
+        sizes, device = self.memory.sizes, self._device
+        slots = [-1 if request is None else self._slots[request] for request in rows.requests]
+        ring_first = [self._ring_first(*row) for row in zip(rows.requests, rows.lengths, rows.committed, strict=True)]
+        new_rows = sum(rows.lengths) - sum(rows.committed)
+        self._written_rows += new_rows * self._layers(draft=rows.is_draft)
+        slots_B = torch.tensor(slots, device=device)
+        ring_rows_BS = sizes.pool_rows + slots_B[:, None] * sizes.ring_tokens + positions_BS % sizes.ring_tokens
+        return OffloadInputs(
+            own_rows_T=torch.where(slot_mapping_T < 0, -1, ring_rows_BS.flatten()),
+            committed_B=torch.tensor(list(rows.committed), device=device),
+            request_slots_B=slots_B,
+            ring_first_B=torch.tensor(ring_first, device=device),
+        )
+
+    def prefill_inputs(
+        self, rows: CallRows, positions_BS: Tensor, slot_mapping_T: Tensor, blocks: int
+    ) -> OffloadInputs:
+        """What a prefill call of one request is told beside. blocks: columns of its block tables."""
+        (length,), (committed,), (owned,) = rows.lengths, rows.committed, rows.blocks
+        self._prefill_rows += length * self._layers(draft=rows.is_draft)
+        nothing_B = torch.zeros(1, dtype=torch.long, device=self._device)
+        return OffloadInputs(
+            own_rows_T=torch.where(slot_mapping_T < 0, -1, positions_BS.flatten()),
+            committed_B=nothing_B,
+            request_slots_B=nothing_B,
+            ring_first_B=nothing_B,
+            buffer_tables=torch.arange(blocks, device=self._device)[None],
+            stored=(committed, length, tuple(owned)),
+        )
+
+    def report(self) -> OffloadReport:
+        """The figures of the run so far."""
+        self.streams.drain()
+        row_bytes = self._row_bytes
+        groups = tuple(
+            GroupReport(
+                group=group.index,
+                layers=group.layers,
+                **dict(zip(COUNTS, group.figures_C.tolist(), strict=True)),
+                link_bytes=row_bytes * len(group.layers) * self._link_rows(group),
+                occupancy=held / room if room else 0.0,
+            )
+            for group, (held, room) in zip(self.memory.groups, self._occupancy, strict=True)
+        )
+        figures = self.streams.figures
+        return OffloadReport(
+            options=self.options,
+            pool_tokens=self.memory.sizes.pool_tokens,
+            ways=self.memory.sizes.ways,
+            groups=groups,
+            written_bytes=row_bytes * self._written_rows,
+            prefill_bytes=row_bytes * self._prefill_rows,
+            stall_s=figures.stall_s,
+            most_behind=figures.most_behind,
+            host_bytes=self.host_bytes,
+            device_bytes=self.bytes,
+        )
+
+    def _link_rows(self, group: GroupMemory) -> int:
+        """Rows that each layer of a group has read from the host in decode steps."""
+        figures = dict(zip(COUNTS, group.figures_C.tolist(), strict=True))
+        unique = figures["unique_misses"]
+        if self.options.offload == "direct":
+            return unique
+        return unique + figures["repeated_misses"] + figures["window_reads"]
+
+    @property
+    def _row_bytes(self) -> int:
+        host = next(iter(self.memory.layers.values())).host
+        return int(host.shape[-1]) * int(host.itemsize)
+
+    def _layers(self, *, draft: bool) -> int:
+        """Offloaded layers that a call writes to."""
+        return sum((layer >= self._setup.model.num_hidden_layers) == draft for layer in self.memory.layers)
+
+    def _ring_first(self, request: int | None, length: int, committed: int) -> int:
+        if request is None:
+            return 0
+        start = self._decoded_from.setdefault(request, committed)
+        return max(start, length - self.memory.sizes.ring_tokens)
+
+    def _clear(self, slot: int) -> None:
+        """Forget all that a slot's pools hold."""
+        for group in self.memory.groups:
+            state = group.state
+            state.tags_RNW[slot] = -1
+            state.used_RNW[slot] = -1
+            state.hands_RN[slot] = 0
+            state.marks_RN[slot] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The caches as the decoder of one kind of call sees them."""
+
+    caches: OffloadedCaches
+    is_prefill: bool
+
+    def latent(self, layer: int) -> LatentCache:
+        """Offloaded rows of a layer, or the resident ones."""
+        return self.caches.latent(layer, prefill=self.is_prefill)
+
+    def indexer(self, layer: int) -> Tensor:
+        """Indexer keys, which stay on the device."""
+        return self.caches.resident.indexer(layer)

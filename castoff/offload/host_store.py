@@ -1,0 +1,98 @@
+"""Host memory for latent rows: how much there is, and how it is taken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lazy_loader as lazy
+
+from castoff.errors import CastoffError
+from castoff.ops.program import Tensor
+
+torch = lazy.load("torch")
+
+
+def available_bytes() -> int | None:
+    """Host memory that is free or can be freed; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+    except (OSError, StopIteration):
+        pages = os.sysconf_names.get("SC_AVPHYS_PAGES")
+        return None if pages is None else os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_host_bytes(needed_bytes: int, limit_bytes: int | None) -> None:
+    """Raise CastoffError where the rows of a run are more than the limit, or than the host's memory has room for."""
+    if limit_bytes is not None and needed_bytes > limit_bytes:
+        raise CastoffError(
+            f"the offloaded KV cache needs {needed_bytes:,} bytes of host memory, and --host-gib allows "
+            f"{limit_bytes:,}; give more, or run fewer or shorter requests at once"
+        )
+    free_bytes = available_bytes()
+    if free_bytes is not None and needed_bytes > free_bytes:
+        raise CastoffError(
+            f"the offloaded KV cache needs {needed_bytes:,} bytes of host memory, and {free_bytes:,} are free; run "
+            "fewer or shorter requests at once"
+        )
+
+
+def host_rows(shape: tuple[int, ...], dtype: Tensor, device: Tensor) -> Tensor:
+    """An uninitialised tensor in host memory, which `device` can read and write by itself unless it is a CPU.
+
+    Raises CastoffError where the system does not give the memory.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
+    # Torch raises RuntimeError for memory that it cannot have or pin.
+    except (RuntimeError, MemoryError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CastoffError(
+            f"host memory for the offloaded KV cache could not be taken: {reason}; run fewer or shorter requests at "
+            "once, or raise the limit on locked memory (ulimit -l)"
+        ) from None
+
+
+@contextmanager
+def near(device: Tensor) -> Iterator[None]:
+    """Run on the processors next to a device, so that memory touched first inside lies on their NUMA node.
+
+    Does nothing where the system names no node for the device.
+    """
+    processors = _processors_near(device)
+    if not processors:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, processors & before or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _processors_near(device: Tensor) -> set[int]:
+    if device.type != "cuda" or not Path("/sys/bus/pci/devices").is_dir():
+        return set()
+    found = torch.cuda.get_device_properties(device)
+    try:
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text(encoding="ascii"))
+        listed = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text(encoding="ascii")
+    # Virtual machines and older drivers have no such entries; −1 is no node.
+    except (OSError, ValueError, AttributeError):
+        return set()
+    return processors_of(listed)
+
+
+def processors_of(listed: str) -> set[int]:
+    """The numbers in a list such as `0-3,8`."""
+    found: set[int] = set()
+    for item in listed.strip().split(","):
+        first, _, last = item.partition("-")
+        if first:
+            found |= set(range(int(first), int(last or first) + 1))
+    return found

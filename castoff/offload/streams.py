@@ -1,0 +1,270 @@
+"""Streams beside the one that computes: threads on a CPU, device streams on an accelerator, or none at all.
+
+What they are asked for is `model.offload.Streams`; nothing in a step waits for more than it names.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import lazy_loader as lazy
+
+from castoff.errors import CastoffError
+from castoff.model.offload import Label, Streams
+from castoff.ops.program import Tensor
+
+torch = lazy.load("torch")
+
+
+@dataclass(slots=True)
+class StreamFigures:
+    """waits: labels that main waited for. stall_s: how long; None where it is not measured (inside a captured graph).
+
+    most_behind: the most pieces of work that were still to be done when main came to wait.
+    """
+
+    waits: int = 0
+    stall_s: float | None = 0.0
+    most_behind: int = 0
+
+
+class RunStreams(Streams, Protocol):
+    """Streams of a run: they are drained before their work's results are read by others, and closed at its end."""
+
+    figures: StreamFigures
+
+    def drain(self) -> None:
+        """Wait until all that was submitted is done. Raises CastoffError where a piece of work failed."""
+
+    def abandon(self) -> None:
+        """Wait until nothing that was submitted goes on, whether it was done or failed."""
+
+    def close(self) -> None:
+        """Let go of the streams; work that has not begun is dropped."""
+
+
+def open_streams(device: Tensor, *, inline: bool) -> RunStreams:
+    """The streams that a device has. inline: do everything in order on main, as a graph of a compiler does."""
+    if inline:
+        return InlineStreams()
+    return ThreadStreams() if device.type == "cpu" else DeviceStreams(device)
+
+
+class InlineStreams:
+    """No streams: work is done where it is submitted."""
+
+    def __init__(self) -> None:
+        self.figures = StreamFigures()
+
+    def record(self, label: Label) -> None:
+        """Nothing: main has done all that was before."""
+
+    def wait(self, label: Label) -> None:
+        """Nothing: it is done."""
+
+    def submit(self, stream: str, label: Label, work: Callable[[], None], *, after: Label) -> None:
+        """Do it now."""
+        work()
+
+    def drain(self) -> None:
+        """Nothing is open."""
+
+    def abandon(self) -> None:
+        """Nothing goes on."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass(slots=True)
+class _Task:
+    """A piece of work in a thread's queue. error: what it raised."""
+
+    work: Callable[[], None]
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+class ThreadStreams:
+    """A thread per stream. On a CPU main has done what it recorded, so a thread need not wait for main's labels."""
+
+    def __init__(self) -> None:
+        self.figures = StreamFigures()
+        self._queues: dict[str, queue.SimpleQueue[_Task | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._open: dict[Label, _Task] = {}
+        self._failed: BaseException | None = None
+
+    def record(self, label: Label) -> None:
+        """Nothing: main has done all that was before."""
+
+    def wait(self, label: Label) -> None:
+        """Wait for the thread. Raises CastoffError where a thread's work failed."""
+        task = self._open.pop(label, None)
+        if task is None:
+            return
+        figures = self.figures
+        figures.waits += 1
+        if not task.done.is_set():
+            behind = 1 + sum(not other.done.is_set() for other in self._open.values())
+            figures.most_behind = max(figures.most_behind, behind)
+            started = time.perf_counter()
+            task.done.wait()
+            figures.stall_s = (figures.stall_s or 0.0) + time.perf_counter() - started
+        self._raise_failure(task)
+
+    def submit(self, stream: str, label: Label, work: Callable[[], None], *, after: Label) -> None:
+        """Hand it to the stream's thread."""
+        # What observes main's ops observes these too.
+        context = copy_context()
+        task = _Task(lambda: context.run(work))
+        self._open[label] = task
+        self._queue(stream).put(task)
+
+    def drain(self) -> None:
+        """Wait for all threads. Raises CastoffError where work failed."""
+        for label in list(self._open):
+            self.wait(label)
+
+    def abandon(self) -> None:
+        """Wait for all threads, and leave it to the next wait to tell of a failure."""
+        for task in self._open.values():
+            task.done.wait()
+        self._open.clear()
+
+    def close(self) -> None:
+        """End the threads after the piece of work that each is at."""
+        self._open.clear()
+        for waiting in self._queues.values():
+            while not waiting.empty():
+                waiting.get()
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queues.clear()
+        self._threads.clear()
+
+    def _queue(self, stream: str) -> queue.SimpleQueue[_Task | None]:
+        if stream not in self._queues:
+            tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._serve, args=(tasks,), name=f"castoff-{stream}", daemon=True)
+            self._queues[stream] = tasks
+            self._threads.append(thread)
+            thread.start()
+        return self._queues[stream]
+
+    def _serve(self, tasks: queue.SimpleQueue[_Task | None]) -> None:
+        # Inference mode is a thread's own, like main's.
+        with torch.inference_mode():
+            while (task := tasks.get()) is not None:
+                try:
+                    # After a failure nothing that follows may touch rows.
+                    if self._failed is None:
+                        task.work()
+                # Whatever it is, main must hear of it instead of waiting for ever.
+                except BaseException as error:  # noqa: BLE001
+                    self._failed = task.error = error
+                finally:
+                    task.done.set()
+
+    def _raise_failure(self, task: _Task) -> None:
+        error = task.error or self._failed
+        if error is not None:
+            raise CastoffError(
+                f"copying cache rows failed: {type(error).__name__}: {error}; the run was ended, since its rows may be "
+                "wrong"
+            ) from error
+
+
+class DeviceStreams:
+    """Streams and events of the accelerator that torch sees; nothing in a step waits for the whole device.
+
+    Tensors that a stream's work uses live until main has waited for it, so no memory is handed out again too early.
+    """
+
+    def __init__(self, device: Tensor) -> None:
+        self.figures = StreamFigures()
+        self._device = device
+        self._streams: dict[str, Tensor] = {}
+        self._events: dict[Label, Tensor] = {}
+        self._open: dict[Label, tuple[Tensor, Callable[[], None]]] = {}
+        self._stalls: list[tuple[Tensor, Tensor]] = []
+
+    def record(self, label: Label) -> None:
+        """An event on main."""
+        event = torch.Event(self._device)
+        event.record(torch.accelerator.current_stream())
+        self._events[label] = event
+
+    def wait(self, label: Label) -> None:
+        """Main's stream waits, the host does not."""
+        found = self._open.pop(label, None)
+        if found is None:
+            return
+        event, _ = found
+        main = torch.accelerator.current_stream()
+        self.figures.waits += 1
+        self.figures.most_behind = max(self.figures.most_behind, len(self._open) + 1)
+        if _capturing(self._device):
+            self.figures.stall_s = None
+        elif self.figures.stall_s is not None:
+            arrived = torch.Event(self._device, enable_timing=True)
+            arrived.record(main)
+            self._stalls.append((arrived, event))
+            if len(self._stalls) >= _MOST_STALLS:
+                self._settle()
+        main.wait_event(event)
+
+    def submit(self, stream: str, label: Label, work: Callable[[], None], *, after: Label) -> None:
+        """Have it done on a stream of its own, after main's event."""
+        if stream not in self._streams:
+            self._streams[stream] = torch.Stream(self._device)
+        side = self._streams[stream]
+        if after in self._events:
+            side.wait_event(self._events[after])
+        with side:
+            work()
+        done = torch.Event(self._device, enable_timing=not _capturing(self._device))
+        done.record(side)
+        self._open[label] = (done, work)
+
+    def drain(self) -> None:
+        """Main waits for every stream. At the end of a captured graph this joins them, and no event outlives it."""
+        for label in list(self._open):
+            self.wait(label)
+        self._events.clear()
+        if not _capturing(self._device):
+            self._settle()
+
+    def abandon(self) -> None:
+        """Main's stream waits for all others."""
+        self.drain()
+
+    def close(self) -> None:
+        """Let go of streams and events."""
+        self._open.clear()
+        self._events.clear()
+        self._streams.clear()
+
+    def _settle(self) -> None:
+        if self._stalls:
+            self._stalls[-1][1].synchronize()
+            torch.accelerator.current_stream().synchronize()
+        for arrived, done in self._stalls:
+            late_ms = arrived.elapsed_time(done)
+            self.figures.stall_s = (self.figures.stall_s or 0.0) + max(late_ms, 0.0) * 1e-3
+        self._stalls.clear()
+
+
+# Pairs of events that are kept before main's stream is waited for.
+_MOST_STALLS = 10_000
+
+
+def _capturing(device: Tensor) -> bool:
+    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())

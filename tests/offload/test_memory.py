@@ -1,0 +1,60 @@
+"""What offload holds for GLM-5.2, in closed form, and where host memory is taken."""
+
+import pytest
+
+from castoff.errors import CastoffError
+from castoff.offload.host_store import processors_of
+from castoff.offload.memory import OffloadRun, offload_bytes, offloaded_groups
+from castoff.runtime.structure import run_setup
+from castoff.spec.model import load_model
+from castoff.spec.offload import Offload
+from castoff.spec.scenario import Mtp, Quant, Scenario
+
+torch = pytest.importorskip("torch")
+
+GIB = 2**30
+TOKENS = 65_536
+
+
+def setup_of(name: str, drafts: int) -> object:
+    quant = Quant(quantize_linear_action="DISABLED")
+    return run_setup(load_model(name), Scenario(quant=quant, mtp=Mtp(num_mtp_tokens=drafts)))
+
+
+def run_of(options: Offload) -> OffloadRun:
+    return OffloadRun(options=options, slots=1, num_blocks=TOKENS // 128, block_tokens=128, longest=TOKENS)
+
+
+@pytest.mark.golden
+def test_device_memory_of_a_64k_request_with_three_drafts() -> None:
+    setup = setup_of("zai-org/GLM-5.2", 3)
+    direct = offload_bytes(setup, run_of(Offload(offload="direct")), dtype=torch.bfloat16)  # type: ignore[arg-type]
+    beside_prompts = direct.device - direct.prefill
+    assert beside_prompts <= 0.75 * GIB
+    assert direct.pool == 78 * 8192 * 1152
+    served = offload_bytes(setup, run_of(Offload(offload="serve_install")), dtype=torch.bfloat16)  # type: ignore[arg-type]
+    # The published route has as many selected rows as pool rows, in each layer for itself.
+    assert served.pool == served.selection == direct.pool
+    assert served.device - served.prefill > 1.37 * GIB
+    # All main layers, and a block for what has no place; the MTP block stays on the device.
+    assert direct.host == 78 * (TOKENS + 128) * 1152
+
+
+def test_prefetching_needs_a_staging_buffer_per_layer_of_a_group() -> None:
+    setup = setup_of("zai-org/GLM-5.2", 0)
+    staging = [
+        offload_bytes(setup, run_of(Offload(offload="direct", prefetch=ahead)), dtype=torch.bfloat16).staging  # type: ignore[arg-type]
+        for ahead in (True, False)
+    ]
+    assert staging == [4 * 2048 * 1152, 2048 * 1152]
+
+
+def test_a_model_without_an_indexer_is_refused() -> None:
+    setup = setup_of("deepseek-ai/DeepSeek-V3", 0)
+    with pytest.raises(CastoffError, match="has no sparse attention"):
+        offloaded_groups(setup, Offload(offload="direct"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("listed", "expected"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("\n", set()), ("", set())])
+def test_lists_of_processors(listed: str, expected: set[int]) -> None:
+    assert processors_of(listed) == expected
