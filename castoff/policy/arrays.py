@@ -114,13 +114,3 @@ def own_positions(selection: Selection, b: int) -> Longs:
         padded = selection.slot_mapping_T[b * queries + s] < 0
         own_S[s] = -1 if padded else selection.seq_lens_B[b] - queries + s
     return own_S
-
-
-def find(tags_NW: Ints, n: int, token: int) -> int:
-    """The way of set n that holds a token, or -1."""
-    # No early exit, and ways of 32 bits like the tags: so LLVM compares eight at a time.
-    none = np.int32(-1)
-    found: int | np.int32 = none
-    for way in range(np.int32(tags_NW.shape[1])):
-        found = max(found, way if tags_NW[n, way] == token else none)
-    return int(found)

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from castoff.policy import clock, fifo, lru
 from castoff.policy.arrays import (
     HITS,
@@ -26,13 +24,13 @@ from castoff.policy.arrays import (
     PoolState,
     Selection,
     clear_fetch_plan,
-    find,
     new_fetch_plan,
     own_positions,
     shape_of,
 )
 from castoff.policy.compiled import compiled
 from castoff.policy.id_table import clear, new_table, slot_of
+from castoff.policy.look_up import find, look_up, new_found
 
 Policy = Literal["fifo", "lru", "clock"]
 Touch = Callable[[Ints, Ints, int], None]
@@ -81,7 +79,6 @@ class _Request(NamedTuple):
     """One request of a call."""
 
     ids_X: Ints
-    own_S: Longs
     committed: int
     ring_first: int
     tags_NW: Ints
@@ -129,8 +126,7 @@ def planner(touch: Touch, victim: Victim) -> Callable[..., None]:
         clear_fetch_plan(FetchPlan(rows_TK, fetch_ids_BX, fetch_rows_BX, counts_B, stats_BC))
         slots, sets, ways = tags_RNW.shape
         requests, width = fetch_ids_BX.shape
-        hits_X, misses_X = np.empty(width, np.int32), np.empty(width, np.int32)
-        overflowed = new_table(width)
+        found, overflowed = new_found(width), new_table(width)
         for b in range(requests):
             r = int(request_slots_B[b])
             if r < 0:
@@ -138,7 +134,6 @@ def planner(touch: Touch, victim: Victim) -> Callable[..., None]:
             assert r < slots
             request = _Request(
                 topk_TK.reshape((requests, width))[b],
-                own_positions(selection, b),
                 int(committed_B[b]),
                 int(ring_first_B[b]),
                 tags_RNW[r],
@@ -154,42 +149,21 @@ def planner(touch: Touch, victim: Victim) -> Callable[..., None]:
                 fetch_rows_BX[b],
                 stats_BC[b],
             )
-            hits, misses = _look_up(request, hits_X, misses_X)
-            _use(request, hits_X[:hits])
+            hits, misses, window = look_up(
+                request.ids_X,
+                own_positions(selection, b),
+                request.committed,
+                request.tags_NW,
+                request.pool_row,
+                request.rows_X,
+                found,
+            )
+            _use(request, found.hits_X[:hits])
             touch(request.used_NW, request.marks_N, request.committed)
-            counts_B[b] = _place(request, misses_X[:misses], overflowed, victim)
+            _read_ring(request, found.window_X[:window])
+            counts_B[b] = _place(request, found.misses_X[:misses], overflowed, victim)
 
     return plan_requests
-
-
-def _look_up(request: _Request, hits_X: Ints, misses_X: Ints) -> tuple[int, int]:
-    """Rows of tokens that are in the pool or in the ring; lists the hits' ways and the misses' positions.
-
-    hits: entries of `used` (P,). Returns how many are in each list.
-    """
-    sets, ways = request.tags_NW.shape
-    columns = len(request.ids_X) // len(request.own_S)
-    hits = misses = window_reads = 0
-    for s in range(len(request.own_S)):
-        for position in range(s * columns, (s + 1) * columns):
-            token = int(request.ids_X[position])
-            if token < 0 or token > request.own_S[s]:
-                continue
-            if token >= request.committed:
-                request.rows_X[position] = request.ring_row + token % request.ring_tokens
-                window_reads += 1
-                continue
-            n = token % sets
-            way = find(request.tags_NW, n, token)
-            # Hit or miss is a guess that a processor loses too often for a branch: both are written, and one counts.
-            request.rows_X[position] = request.pool_row + n * ways + way
-            hits_X[hits] = n * ways + way
-            hits += way >= 0
-            misses_X[misses] = position
-            misses += way < 0
-    request.stats_C[HITS] = hits
-    request.stats_C[WINDOW_READS] = window_reads
-    return hits, misses
 
 
 def _use(request: _Request, hits: Ints) -> None:
@@ -199,7 +173,15 @@ def _use(request: _Request, hits: Ints) -> None:
     for row in hits:
         unique += used_P[row] != request.committed
         used_P[row] = request.committed
+    request.stats_C[HITS] = len(hits)
     request.stats_C[UNIQUE_HITS] = unique
+
+
+def _read_ring(request: _Request, window: Ints) -> None:
+    """Rows of this step's own tokens, at so many positions."""
+    for position in window:
+        request.rows_X[position] = request.ring_row + int(request.ids_X[position]) % request.ring_tokens
+    request.stats_C[WINDOW_READS] = len(window)
 
 
 def _place(request: _Request, misses: Ints, overflowed: Ints, victim: Victim) -> int:

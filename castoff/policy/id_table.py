@@ -15,7 +15,9 @@ def new_table(ids: int) -> Ints:
     size = 2
     while size < 2 * ids:
         size *= 2
-    return np.full((2, size), -1, np.int32)
+    table_2Y = np.empty((2, size), np.int32)
+    clear(table_2Y)
+    return table_2Y
 
 
 def clear(table_2Y: Ints) -> None:
