@@ -64,13 +64,15 @@ def plan_serve(selection: Selection, tags_RNW: Ints, hands_RN: Ints) -> ServePla
     return plan
 
 
-def install_metadata(plan: ServePlan, request_slots_B: Longs, tags_RNW: Ints, hands_RN: Ints) -> None:
+def install_metadata(
+    request_slots_B: Longs, install_ids_BX: Ints, install_rows_BX: Ints, counts_B: Ints, tags_RNW: Ints, hands_RN: Ints
+) -> None:
     """Make the metadata those of the pools after the installs of a plan, which saw the metadata as they still are.
 
-    Mutates tags and hands.
+    The lists are a ServePlan's. Mutates tags and hands.
     """
-    assert len(request_slots_B) == len(plan.counts_B)
-    compiled(_install)(plan.install_ids_BX, plan.install_rows_BX, plan.counts_B, request_slots_B, tags_RNW, hands_RN)
+    assert len(request_slots_B) == len(counts_B)
+    compiled(_install)(install_ids_BX, install_rows_BX, counts_B, request_slots_B, tags_RNW, hands_RN)
 
 
 class _Request(NamedTuple):
