@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from castoff.report.units import count, gib_text, microseconds, milliseconds, percent
 from castoff.runtime.convert import ConvertReport
@@ -47,6 +49,15 @@ def convert_text(report: ConvertReport) -> str:
         f"{report.directory}: {count(report.quantized)} matrices in {report.action}, "
         f"{gib_text(report.size_bytes)} in {count(report.shards)} {files}{kept}\n"
     )
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """`show_progress` for what goes on inside; what follows, a result or an error, starts on a clean line."""
+    try:
+        yield show_progress
+    finally:
+        show_progress("")
 
 
 def show_progress(text: str) -> None:
