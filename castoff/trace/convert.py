@@ -51,17 +51,10 @@ class Arrays:
 def read_trace_arrays(ids: Path, lengths: Path | None = None) -> Arrays:
     """The arrays of a conversion: from .npy files, or from safetensors, where `ids` and `lengths` may be in one file.
 
-    Warns where there are no lengths. Raises CastoffError.
+    Raises CastoffError.
     """
     if lengths is None and "lengths" in tensor_names(ids):
         lengths = ids
-    if lengths is None:
-        warnings.warn(
-            f"{ids} comes without lengths, so every id counts as committed, those of a step's own tokens too; "
-            "--lengths gives them",
-            CastoffWarning,
-            stacklevel=2,
-        )
     return Arrays(
         ids_NGBSK=read_integers(ids, "ids"),
         ids_file=ids,
@@ -81,7 +74,8 @@ def convert_arrays(
     """Write arrays of a model's index groups as a trace to `target`, and open that. A request's id is its place.
 
     note: how the selections came about, in words.
-    Raises CastoffError where the arrays do not go with the model, or hold what no step can.
+    Warns where there are no lengths. Raises CastoffError where the arrays do not go with the model, or hold what no
+    step can.
     """
     refuse_sources(target, arrays.ids_file, arrays.lengths_file)
     num_steps, groups, requests, queries, ranks = arrays.ids_NGBSK.shape
@@ -114,6 +108,13 @@ def convert_arrays(
                 lengths_B = None if arrays.lengths_NB is None else arrays.lengths_NB[index]
                 record_W = pack(header, _request_ids(ids_GBSK, lengths_B), lengths_B, None, ids_GBSK)
             writer.append_record(record_W)
+    if not header.lengths_known:
+        warnings.warn(
+            f"{arrays.ids_file} came without lengths, so every id counts as committed, those of a step's own tokens "
+            "too; --lengths gives them",
+            CastoffWarning,
+            stacklevel=2,
+        )
     return open_trace(target)
 
 

@@ -47,7 +47,7 @@ class TraceHeader:
     index_topk: most tokens that a query selects (K).
     lengths_known: whether the lengths of the requests were recorded; without, every id counts as committed.
     provenance: how the selections came about, by key.
-    written_by: the program that wrote the trace, with its version.
+    written_by: the program that wrote the trace, with its version; a cut keeps it.
 
     Raises CastoffError for sizes that no trace can have.
     """
