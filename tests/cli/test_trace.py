@@ -51,7 +51,8 @@ def test_convert_and_info(capsys: Capture) -> None:
     assert 16 < distinct < 32
     assert values == {
         "file": "x.topk", "bytes": Path("x.topk").stat().st_size, "format_version": 1,
-        "written_by": f"castoff {__version__}", "model": "model.json", "groups": 3, "owner_layers": [0, 1, 2], "query_length": 2, "index_topk": 16, "batch": 3, "steps": 6,
+        "written_by": f"castoff {__version__}", "model": "model.json", "groups": 3, "owner_layers": [0, 1, 2],
+        "query_length": 2, "index_topk": 16, "batch": 3, "steps": 6,
         "requests": 3, "request_steps": 18, "lengths_known": True, "min_length": 42, "max_length": 52,
         "provenance": {"converted_from": "ids.npy", "lengths_from": "lengths.npy"},
     }  # fmt: skip
