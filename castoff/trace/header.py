@@ -66,6 +66,8 @@ class TraceHeader:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MAX_INT32:
                 raise CastoffError(f"{name} must be a whole number from 1 to {MAX_INT32}, got {shown(value)}")
+        if not (self.model.strip() and self.written_by.strip()):
+            raise CastoffError("model and written_by must be words, got nothing")
         layers = self.owner_layers
         whole = all(type(layer) is int and 0 <= layer <= MAX_INT32 for layer in layers)
         if not layers or not whole or any(before >= layer for before, layer in pairwise(layers)):

@@ -159,6 +159,7 @@ def test_header_of_a_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"model": " "}, "model and written_by must be words"),
         ({"batch": 0}, "batch must be a whole number from 1"),
         ({"query_length": True}, "query_length must be"),
         ({"index_topk": 2**31}, "index_topk must be"),
