@@ -22,6 +22,7 @@ from castoff.casting.summary import op_summaries
 from castoff.config_file import add_from_file, shipped_runs
 from castoff.errors import CastoffError, CastoffWarning
 from castoff.flags import (
+    Choice,
     DeviceName,
     DocumentedFormatter,
     Grid,
@@ -36,10 +37,13 @@ from castoff.flags import (
     StepGroup,
     Structure,
     StructureGroup,
+    TraceFile,
+    TraceTarget,
     WorkloadFlags,
     WorkloadGroup,
     check_tokens,
     normalize,
+    parse_steps,
     sentence,
 )
 from castoff.report import catalogue
@@ -48,10 +52,11 @@ from castoff.report.chrome_trace import chrome_trace
 from castoff.report.output import check_outputs, console, print_note, print_text, render, write_file
 from castoff.report.plain import json_text
 from castoff.report.prediction_json import prediction_json
-from castoff.report.run_text import convert_text, run_text, show_progress
+from castoff.report.run_text import convert_text, progress_line, run_text
 from castoff.report.shapes_csv import shapes_csv
 from castoff.report.step import step_report
 from castoff.report.tables import step_tables
+from castoff.report.trace_text import trace_table, trace_text
 from castoff.runtime import convert as converting
 from castoff.runtime import generate
 from castoff.runtime.options import RunOptions
@@ -62,6 +67,10 @@ from castoff.spec.model_files import find_config
 from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Workload
 from castoff.spec.toml_file import read_toml
+from castoff.trace.convert import convert_arrays, read_trace_arrays
+from castoff.trace.cut import cut_trace
+from castoff.trace.reader import open_trace
+from castoff.trace.summary import summarize
 
 # The device that the GLM-5 design is written for. Shapes depend on a device only through what it cannot do.
 SHAPES_DEVICE = "ATLAS_800_A3_752T_128G_DIE"
@@ -131,8 +140,9 @@ def run(
     With several processes, torchrun --nproc-per-node N -m castoff run MODEL.
     """
     options = options or RunOptions()
-    check_outputs({"--json": None if json in (None, "-") else Path(str(json)), "--profile": options.profile})
-    try:
+    targets = {"--profile": options.profile, "--record": options.record}
+    check_outputs({"--json": None if json in (None, "-") else Path(str(json)), **targets})
+    with progress_line() as progress:
         report = generate.run(
             model,
             options,
@@ -140,11 +150,8 @@ def run(
             offload,
             num_hidden_layers=num_hidden_layers_override,
             op_times=json is not None,
-            progress=show_progress,
+            progress=progress,
         )
-    finally:
-        # What follows, a result or an error, starts on a clean line.
-        show_progress("")
     if report.rank:
         return
     if options.profile and report.trace is not None:
@@ -165,10 +172,8 @@ def convert(
     ],
 ) -> None:
     """Write a checkpoint anew with its linear layers quantised; an interrupted conversion goes on where it stopped."""
-    try:
-        report = converting.convert(model, quantize_linear_action, output, progress=show_progress)
-    finally:
-        show_progress("")
+    with progress_line() as progress:
+        report = converting.convert(model, quantize_linear_action, output, progress=progress)
     print_text(convert_text(report))
 
 
@@ -256,6 +261,60 @@ def shapes(
         write_file(target, text)
 
 
+def trace_info(file: TraceFile, /, *, json: JsonTarget = None) -> None:
+    """Check a top-k trace, and show what is in it."""
+    check_outputs({"--json": None if json in (None, "-") else Path(str(json))})
+    with progress_line() as progress:
+        summary = summarize(open_trace(file), progress=progress)
+    if json:
+        write_json(json, summary)
+    if json != "-":
+        print_text(render(trace_table(summary)))
+
+
+def trace_cut(
+    file: TraceFile,
+    /,
+    *,
+    steps: Annotated[
+        str | None, Parameter(metavar="A:B", help="From step A up to but without B; either may be missing.")
+    ] = None,
+    groups: Annotated[Choice, Parameter(help="Index groups, by their place in the trace.")] = None,
+    requests: Annotated[Choice, Parameter(help="Requests, by their ids.")] = None,
+    output: TraceTarget,
+) -> None:
+    """Write some steps, index groups or requests of a top-k trace as a trace of their own."""
+    if steps is None and groups is None and requests is None:
+        raise CastoffError("nothing to cut: give --steps A:B, --groups or --requests")
+    check_outputs({"--output": output})
+    chosen = (0, None) if steps is None else parse_steps(steps)
+    with progress_line() as progress:
+        made = cut_trace(open_trace(file), output, steps=chosen, groups=groups, requests=requests, progress=progress)
+    print_text(trace_text(made))
+
+
+def trace_convert(
+    ids: Annotated[
+        Path, Parameter(help="Integers [steps, index groups, requests, query tokens, ids]: .npy or .safetensors.")
+    ],
+    /,
+    *,
+    model: Annotated[str, Parameter(help="The model that selected: a known id, a directory or a .json file.")],
+    lengths: Annotated[
+        Path | None,
+        Parameter(metavar="FILE", help="Integers [steps, requests]: tokens of each request, the step's included."),
+    ] = None,
+    note: Annotated[str | None, Parameter(help="Where the ids come from, in words.")] = None,
+    output: TraceTarget,
+) -> None:
+    """Make a top-k trace of arrays that another engine wrote."""
+    check_outputs({"--output": output})
+    spec = load_model(model)
+    with progress_line() as progress:
+        made = convert_arrays(read_trace_arrays(ids, lengths), spec, output, note=note, progress=progress)
+    print_text(trace_text(made))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0; 2 for a request that cannot be served; 130 after Ctrl-C."""
     if sys.stdout is None:
@@ -296,7 +355,7 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _app(argv: Sequence[str]) -> App:
-    asks_for_help = not argv or "--help" in argv or "-h" in argv
+    asks_for_help = not argv or "--help" in argv or "-h" in argv or list(argv) == ["trace"]
     app = App(
         name="castoff",
         help="Predict steps of long-context sparse-attention LLMs on hardware that you need not have.",
@@ -307,6 +366,11 @@ def _app(argv: Sequence[str]) -> App:
         # Making one takes longer than parsing.
         console=console(plain_width=120) if asks_for_help else None,
     )
+    trace = App(name="trace", help="Look at top-k traces, cut them, and make them of arrays.", help_format="plaintext")
+    trace.command(trace_info, name="info")
+    trace.command(trace_cut, name="cut")
+    trace.command(trace_convert, name="convert")
+    app.command(trace)
     for command in (cast, run, convert, compare, models, devices, show, shapes):
         app.command(command)
     return app

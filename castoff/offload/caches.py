@@ -193,7 +193,7 @@ class OffloadedCaches:
             GroupReport(
                 group=group.index,
                 layers=group.layers,
-                **dict(zip(COUNTS, group.figures_C.tolist(), strict=True)),
+                **_figures(group),
                 link_bytes=row_bytes * len(group.layers) * self._link_rows(group),
                 occupancy=held / room if room else 0.0,
             )
@@ -215,11 +215,10 @@ class OffloadedCaches:
 
     def _link_rows(self, group: GroupMemory) -> int:
         """Rows that each layer of a group has read from the host in decode steps."""
-        figures = dict(zip(COUNTS, group.figures_C.tolist(), strict=True))
-        unique = figures["unique_misses"]
+        figures = _figures(group)
         if self.options.offload == "direct":
-            return unique
-        return unique + figures["repeated_misses"] + figures["window_reads"]
+            return figures["unique_misses"]
+        return figures["unique_misses"] + figures["repeated_misses"] + figures["window_reads"]
 
     @property
     def _row_bytes(self) -> int:
@@ -244,6 +243,11 @@ class OffloadedCaches:
             state.used_RNW[slot] = -1
             state.hands_RN[slot] = 0
             state.marks_RN[slot] = 0
+
+
+def _figures(group: GroupMemory) -> dict[str, int]:
+    """The counts of a group so far, by name."""
+    return {name: int(value) for name, value in zip(COUNTS, group.figures_C.tolist(), strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

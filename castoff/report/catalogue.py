@@ -10,7 +10,7 @@ from rich.text import Text
 
 from castoff.errors import CastoffError
 from castoff.model.weights import model_parameters
-from castoff.report.tables import table
+from castoff.report.tables import facts_table, table
 from castoff.report.units import bandwidth, count, flops_rate, gib_text, microseconds
 from castoff.spec.backend import Backend
 from castoff.spec.device import Device, LinkTier
@@ -106,7 +106,7 @@ def cache_bytes_per_token(model: ModelSpec) -> dict[str, dict[str, int]]:
 def model_details(model: ModelSpec) -> list[Table | Text]:
     """One model in full, for `castoff show`."""
     row = model_row(model)
-    facts = _facts(f"{model.name}: {model.family}")
+    facts = facts_table(f"{model.name}: {model.family}")
     moe, rope, indexer = model.moe, model.rope, model.indexer
     heads = f"{model.num_attention_heads} heads of {model.qk_nope_head_dim} + {model.qk_rope_head_dim} (rope)"
     facts.add_row("parameters", f"{row['parameters']:,} with the router's biases, without MTP")
@@ -187,12 +187,6 @@ def backend_details(backend: Backend) -> list[Table | Text]:
         )
         made.add_row(f"curve {family}", figures, f"{curve.origin}: {curve.source}")
     return [made]
-
-
-def _facts(title: str) -> Table:
-    made = table(title, ["fact", "value"], left=2)
-    made.columns[1].no_wrap = False
-    return made
 
 
 def _sourced(title: str) -> Table:

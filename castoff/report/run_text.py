@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from castoff.offload.report import GroupReport, OffloadReport
 from castoff.report.units import count, gib_text, microseconds, milliseconds, percent, size_text
@@ -41,10 +43,11 @@ def _offload_text(offload: OffloadReport) -> list[str]:
     stall = "not measured" if offload.stall_s is None else f"{milliseconds(offload.stall_s)} ms"
     return [
         f"offload {offload.options.offload}: {percent(offload.hit_rate)} of the selected rows were in pools of "
-        f"{count(offload.pool_tokens)} tokens; {size_text(offload.link_bytes)} read from the host, "
-        f"{size_text(offload.written_bytes)} written, {size_text(offload.prefill_bytes)} for prompts; stall {stall}, at most "
-        f"{count(offload.most_behind)} copies behind; host {size_text(offload.host_bytes)}, device "
+        f"{count(offload.pool_tokens)} tokens; host {size_text(offload.host_bytes)}, device "
         f"{size_text(offload.device_bytes)}",
+        f"over the link: {size_text(offload.link_bytes)} read, {size_text(offload.written_bytes)} written, "
+        f"{size_text(offload.prefill_bytes)} for prompts; stall {stall}, at most {count(offload.most_behind)} copies "
+        "behind",
         *(_group_text(group) for group in offload.groups),
     ]
 
@@ -54,8 +57,8 @@ def _group_text(group: GroupReport) -> str:
     return (
         f"  {layers}: {percent(group.hit_rate)} hits, {count(group.unique_misses)} misses, "
         f"{count(group.repeated_misses)} repeated, {count(group.window_reads)} of this step's own, "
-        f"{count(group.promoted_rows)} promoted, {count(group.staged_rows)} staged; {size_text(group.link_bytes)} read, "
-        f"pools {percent(group.occupancy)} full"
+        f"{count(group.promoted_rows)} promoted, {count(group.staged_rows)} staged; "
+        f"{size_text(group.link_bytes)} read, pools {percent(group.occupancy)} full"
     )
 
 
@@ -72,6 +75,15 @@ def convert_text(report: ConvertReport) -> str:
         f"{report.directory}: {count(report.quantized)} matrices in {report.action}, "
         f"{gib_text(report.size_bytes)} in {count(report.shards)} {files}{kept}\n"
     )
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """`show_progress` for what goes on inside; what follows, a result or an error, starts on a clean line."""
+    try:
+        yield show_progress
+    finally:
+        show_progress("")
 
 
 def show_progress(text: str) -> None:

@@ -62,6 +62,13 @@ def table(title: str, columns: Iterable[str], *, left: int = 1) -> Table:
     return made
 
 
+def facts_table(title: str) -> Table:
+    """An empty table of facts and their values."""
+    made = table(title, ["fact", "value"], left=2)
+    made.columns[1].no_wrap = False
+    return made
+
+
 def _op_table(report: StepReport, ops: Sequence[OpSummary], *, with_shapes: bool, with_bounds: bool) -> Table:
     micro_batches = int(largest(report.prediction.cast.batch.in_flight))
     title = f"Ops of one of {micro_batches} micro-batches, through all stages" if micro_batches > 1 else "Ops"

@@ -6,11 +6,12 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import lazy_loader as lazy
+import numpy as np
 
 from castoff.errors import CastoffError, CastoffWarning
 from castoff.model.setup import Setup
@@ -24,12 +25,14 @@ from castoff.runtime.op_times import OpClock
 from castoff.runtime.options import RunOptions, check_options
 from castoff.runtime.prompts import load_tokenizer, read_prompts
 from castoff.runtime.report import Memory, RunReport
-from castoff.runtime.scheduler import Request, Scheduler
+from castoff.runtime.scheduler import Request, Scheduler, StepRecord
 from castoff.runtime.stored import TensorSource
 from castoff.runtime.structure import default_action, run_setup
 from castoff.spec.model import ModelSpec, load_model
 from castoff.spec.offload import Offload
 from castoff.spec.scenario import Mtp, Parallel, Quant, Scenario
+from castoff.trace.header import TraceHeader
+from castoff.trace.writer import TraceWriter
 
 torch = lazy.load("torch")
 
@@ -80,8 +83,9 @@ def _run(
     _note_long_requests(spec, requests)
     weights = LoadedWeights(setup, source, dtype=dtype, device=device, progress=progress)
     engine = _engine(setup, weights, options, requests, blocks, offloaded)
-    with closing(engine):
-        scheduler = _scheduler(engine, options, progress)
+    recording = _recording(engine, options, requests) if options.record and not world.rank else nullcontext()
+    with closing(engine), recording as record:
+        scheduler = _scheduler(engine, options, progress, record)
         if options.graph != "eager":
             progress("making the graphs of a decode step")
             _warm_up(engine, options)
@@ -203,7 +207,32 @@ def _slots(setup: Setup, options: RunOptions) -> int:
     return max(options.batch // setup.mesh.dp.size, 1)
 
 
-def _scheduler(engine: Engine, options: RunOptions, progress: Callable[[str], None]) -> Scheduler:
+@contextmanager
+def _recording(engine: Engine, options: RunOptions, requests: list[Request]) -> Iterator[Callable[[StepRecord], None]]:
+    """A trace file of the selections of decode steps, whole once the run has ended well."""
+    model, queries = engine.setup.model, 1 + engine.setup.mtp.num_mtp_tokens
+    if model.indexer is None or options.record is None:
+        raise CastoffError(f"--record: {model.name} has no indexer, so there is nothing to record")
+    provenance = {
+        "source": "castoff run",
+        "weights": "random" if options.random_weights is not None else "checkpoint",
+        "dtype": options.dtype,
+    }
+    batch = min(_slots(engine.setup, options), len(requests))
+    header = TraceHeader.of_model(model, batch=batch, query_length=queries, provenance=provenance)
+    with TraceWriter(options.record, header) as writer:
+
+        def record(step: StepRecord) -> None:
+            ids_GTK = torch.stack(list(step.chosen)).cpu().numpy()
+            ids_GBSK = ids_GTK.reshape(len(step.chosen), len(step.lengths), queries, -1)
+            writer.append(np.array(step.requests), np.array(step.lengths), np.array(step.kept), ids_GBSK)
+
+        yield record
+
+
+def _scheduler(
+    engine: Engine, options: RunOptions, progress: Callable[[str], None], record: Callable[[StepRecord], None] | None
+) -> Scheduler:
     return Scheduler(
         engine,
         slots=_slots(engine.setup, options),
@@ -211,6 +240,7 @@ def _scheduler(engine: Engine, options: RunOptions, progress: Callable[[str], No
         sampling=options.sampling,
         stop_ids=frozenset() if options.ignore_eos else frozenset(engine.setup.model.eos_token_ids),
         progress=lambda done, total: progress(f"{done} of {total} requests done"),
+        record=record,
     )
 
 

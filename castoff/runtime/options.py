@@ -43,6 +43,7 @@ class RunOptions:
     seed: of random prompts and of drawn tokens.
     host_gib: host memory that an offloaded KV cache may take, in GiB; unset takes what is free.
     check: before every attention over offloaded rows, compare them with the host's and the pools with their rules.
+    record: write what the indexers select in decode steps to this trace file; of the first process's requests.
     profile: write a Chrome trace with castoff's op names to this file, and report the time of every op.
     """
 
@@ -66,6 +67,7 @@ class RunOptions:
     seed: int = 0
     host_gib: float | None = None
     check: bool = False
+    record: Path | None = None
     profile: Path | None = None
 
     @property

@@ -77,6 +77,17 @@ class Statistics:
         return [accepted / max(self.request_steps, 1) for accepted in self.accepted_drafts]
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A decode step: who took part, with how many tokens after it, how many of them kept; and what each full layer
+    chose, int32 (B · S, K)."""
+
+    requests: Sequence[int | None]
+    lengths: Sequence[int]
+    kept: Sequence[int]
+    chosen: Sequence[Tensor]
+
+
 @dataclass(slots=True)
 class _Running:
     """A request in a slot. cached: tokens whose rows are in the cache. last: the newest token, not yet cached."""
@@ -95,7 +106,8 @@ class Scheduler:
     Requests are dealt to these ranks in turn. The ranks of one TP group choose alike, since every logit is computed
     once and handed round.
 
-    chunk_tokens: prompts are prefilled in chunks of this many tokens. stop_ids: tokens that end a request.
+    chunk_tokens: prompts are prefilled in chunks of this many tokens. stop_ids: tokens that end a request. record: told
+    of every decode step what was selected in it.
     """
 
     def __init__(
@@ -107,7 +119,9 @@ class Scheduler:
         sampling: Sampling,
         stop_ids: frozenset[int] = frozenset(),
         progress: Callable[[int, int], None] = lambda done, total: None,
+        record: Callable[[StepRecord], None] | None = None,
     ) -> None:
+        self._record = record
         self._engine = engine
         self._slots = slots
         self._chunk = chunk_tokens
@@ -199,6 +213,9 @@ class Scheduler:
         chosen = [self._choose(logits_BSV[row], item, item.cached) for row, item in enumerate(running)]
         accepted = [_agreeing(item.drafts, choice) for item, choice in zip(running, chosen, strict=True)]
         self._count(lengths, accepted)
+        if self._record is not None:
+            kept = [count + 1 for count in accepted]
+            self._record(StepRecord(rows.requests, lengths, kept, output.chosen))
         if self._drafts:
             kept_B = torch.tensor(accepted, device=ids_BS.device)
             ids_BS = self._ids(chosen)

@@ -2,9 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
+from castoff.trace.reader import open_trace
+from castoff.trace.summary import summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,6 +23,18 @@ def test_device_and_backend_files_load(tmp_path: Path) -> None:
         (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
     assert load_device(str(tmp_path / "device.toml")).name == "my_gpu"
     assert load_backend(str(tmp_path / "backend.toml")).name == "my_stack"
+
+
+def test_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    writer, plain = blocks("docs/traces.md", "python")
+    names: dict[str, Any] = {}
+    exec(compile(writer, "docs/traces.md", "exec"), names)
+    assert names["may_be_cached"].sum() == 2 * 2 * 4 * 100
+    exec(compile(plain, "docs/traces.md", "exec"), names)
+    assert summarize(open_trace("other.topk")).mean_distinct_ids == 2048
+    assert open_trace("other.topk").header.owner_layers == names["trace"].header.owner_layers
+    assert (names["mapped"]["ids"] == open_trace("other.topk").steps().ids_NGBSK).all()
 
 
 def test_readme_python() -> None:
