@@ -147,10 +147,11 @@ class Engine:
         return Selected(draft.topk_TK[at_B], rows_BK)
 
     def warm_up(self) -> None:
-        """Make the graphs of all decode calls, on padding alone; nothing without graphs."""
-        if self._static is None:
+        """Make the graphs of all decode calls and compile what plans them, on padding alone; nothing where there is
+        neither."""
+        if self._static is None and self.offload is None:
             return
-        rows, drafts = self._static.rows, self.setup.mtp.num_mtp_tokens
+        rows, drafts = self._static.rows if self._static else 1, self.setup.mtp.num_mtp_tokens
         nobody, zeros_B = Rows([None] * rows, [0] * rows), torch.zeros(rows, dtype=torch.long, device=self.device)
         ids_BS = torch.zeros(rows, 1 + drafts, dtype=torch.long, device=self.device)
         main = self.forward(ids_BS, nobody, prefill=False, last=False)

@@ -88,7 +88,7 @@ def _run(
         scheduler = _scheduler(engine, options, progress, record)
         if options.graph != "eager":
             progress("making the graphs of a decode step")
-            _warm_up(engine, options)
+        _warm_up(engine, options)
         with torch.inference_mode(), clock.running(lambda: engine.phase) if clock else nullcontext():
             started = time.perf_counter()
             results = scheduler.run(requests)

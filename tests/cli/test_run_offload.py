@@ -62,7 +62,7 @@ def test_the_tokens_are_those_of_a_resident_cache_and_the_figures_are_said(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--pool-tokens", "64"], "--pool-tokens 64 is for --offload serve_install or direct, and this run has --offload none"),
+        (["--pool-tokens", "64"], "--offload serve_install or direct, and this run has --offload none"),
         (["--offload", "gather", "--ways", "4"], "--ways 4 is for --offload serve_install or direct"),
         (["--offload", "gather", "--policy", "lru"], "gather keeps each query's last selection"),
         (["--offload", "serve_install", "--policy", "lru"], "the published route is first in, first out"),

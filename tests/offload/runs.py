@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from castoff.model.decoder import PassOutput
+from castoff.model.setup import Setup
 from castoff.offload.memory import OffloadRun
 from castoff.offload.report import OffloadReport
 from castoff.runtime import engine as engines
 from castoff.runtime.checkpoint import LoadedWeights, RandomTensors
 from castoff.runtime.engine import Call, Engine, StaticShapes
 from castoff.runtime.graphs import GraphMode
+from castoff.runtime.lockstep import LockstepEngine
 from castoff.runtime.sampling import Sampling
 from castoff.runtime.scheduler import Request, Scheduler
 from castoff.runtime.stored import WHOLE, Part, Piece
@@ -21,13 +23,13 @@ from castoff.runtime.structure import run_setup
 from castoff.spec.model import ModelSpec, read_model
 from castoff.spec.offload import Offload, OffloadMode
 from castoff.spec.quant import AttentionAction
-from castoff.spec.scenario import Mtp, Quant, Scenario
+from castoff.spec.scenario import Mtp, Parallel, Quant, Scenario
 
 torch = pytest.importorskip("torch")
 
 INDEX_TOPK = 16
 POOL = 32
-VOCABULARY = 53
+VOCABULARY = 54
 KINDS = ("glm52", "glm5", "deepseek_v32")
 MODES: tuple[OffloadMode, ...] = ("gather", "serve_install", "direct")
 BLOCK_TOKENS = 16
@@ -68,17 +70,25 @@ class Wide(RandomTensors):
         return tensor * 10 if tensor.dim() > 1 else tensor
 
 
-class KeepingEngine(Engine):
-    """Keeps what every main pass gave, and of every draft call whether it was one."""
+class Keeping:
+    """Keeps what every call gave, and whether it was a draft call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kept: list[tuple[bool, PassOutput]] = []
 
     def _run(self, call: Call) -> PassOutput:
-        output = super()._run(call)
+        output: PassOutput = super()._run(call)  # type: ignore[misc]
         self.kept.append((call.hidden_TD is not None, output))
         return output
+
+
+class KeepingEngine(Keeping, Engine):
+    """On one attention-DP rank."""
+
+
+class KeepingLockstepEngine(Keeping, LockstepEngine):
+    """On one of several."""
 
 
 def options_of(mode: OffloadMode, **given: Any) -> Offload:
@@ -121,10 +131,18 @@ class Case:
         return self.slots * -(-self.longest // BLOCK_TOKENS)
 
 
-def engine_of(case: Case, offload: Offload | None, *, kind: type[Engine] = KeepingEngine) -> Engine:
-    """An engine for a case."""
+def setup_of(case: Case, parallel: Parallel | None = None) -> Setup:
+    """The structure of a case; on one rank unless told."""
     quant = Quant(quantize_linear_action="DISABLED", quantize_attention_action=case.attention)
-    setup = run_setup(spec_of(case.kind), Scenario(quant=quant, mtp=Mtp(num_mtp_tokens=case.drafts)))
+    mtp = Mtp(num_mtp_tokens=case.drafts)
+    return run_setup(spec_of(case.kind), Scenario(parallel=parallel or Parallel(), quant=quant, mtp=mtp))
+
+
+def engine_of(
+    case: Case, offload: Offload | None, *, kind: type[Engine] = KeepingEngine, setup: Setup | None = None
+) -> Engine:
+    """An engine for a case, of one rank unless told."""
+    setup = setup or setup_of(case)
     cpu = torch.device("cpu")
     run = None if offload is None else OffloadRun(
         options=offload, slots=case.slots, num_blocks=case.blocks, block_tokens=BLOCK_TOKENS, longest=case.longest,
@@ -147,9 +165,9 @@ class Outcome:
 
 
 @contextmanager
-def opened(case: Case, offload: Offload | None) -> Iterator[tuple[Engine, Scheduler]]:
+def opened(case: Case, offload: Offload | None, **given: Any) -> Iterator[tuple[Engine, Scheduler]]:
     """An engine and its scheduler, closed at the end."""
-    engine = engine_of(case, offload)
+    engine = engine_of(case, offload, **given)
     try:
         with torch.inference_mode():
             yield engine, Scheduler(engine, slots=case.slots, chunk_tokens=case.chunk_tokens, sampling=Sampling())
@@ -157,13 +175,12 @@ def opened(case: Case, offload: Offload | None) -> Iterator[tuple[Engine, Schedu
         engine.close()
 
 
-def outcome(case: Case, offload: Offload | None = None) -> Outcome:
+def outcome(case: Case, offload: Offload | None = None, **given: Any) -> Outcome:
     """Run a case to its end."""
-    with opened(case, offload) as (engine, scheduler):
+    with opened(case, offload, **given) as (engine, scheduler):
         results = scheduler.run(case.requests)
         report = engine.offload.report() if engine.offload else None
-    assert isinstance(engine, KeepingEngine)
-    return Outcome([result.tokens for result in results], engine.kept, report)
+    return Outcome([result.tokens for result in results], engine.kept, report)  # type: ignore[attr-defined]
 
 
 def assert_equal(own: Outcome, other: Outcome, *, drafts: bool = True) -> None:

@@ -1,11 +1,7 @@
 """Several processes over gloo: the logits of one rank in every layout, from weights of which each reads its part."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from math import prod
@@ -30,11 +26,10 @@ from castoff.spec.mesh import Group, Process
 from castoff.spec.model import ModelSpec
 from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, Scenario
 from tests.cli.commands import CONFIG
+from tests.runtime.processes import REPOSITORY, torchrun
 from tests.runtime.ranks import logits_of, prompts_of, rows_between
 from tests.runtime.tiny import Tiny, engine, torch
 
-REPOSITORY = Path(__file__).parent.parent.parent
-TIMEOUT_S = 240
 # Sums in another order differ by rounding; what float64 shows to be right needs no closer look in float32.
 TOLERANCE = {"float64": 1e-10, "float32": 5e-5}
 
@@ -72,30 +67,6 @@ def test_the_sizes_of_a_run_are_those_of_a_cast() -> None:
     """Under the same names and with the same defaults."""
     sizes = {item.name: item.default for item in fields(Parallel)}
     assert {item.name: item.default for item in fields(RunParallel)}.items() <= sizes.items()
-
-
-def torchrun(ranks: int, *arguments: str) -> str:
-    """Standard output of processes started by torchrun; none outlives the call."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        *arguments,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    ) as process:
-        try:
-            out, errors = process.communicate(timeout=TIMEOUT_S)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, errors[-20000:]
-    return out
 
 
 def ranks_of(directory: Path, ranks: int, cases: dict[str, Any]) -> list[dict[str, Any]]:
