@@ -189,7 +189,7 @@ class Gather(_Offloaded):
         """The owner plans; every layer fetches. A draft call that reuses rows does neither."""
         self._write(inputs)
         rows_TK = selected.rows_TK
-        reuses = not chosen_here and not selected.lists and rows_TK is not None
+        reuses = not chosen_here and len(selected.lists) == 0 and rows_TK is not None
         if chosen_here or rows_TK is None:
             self._wait_for_prompts()
             plan = plan_gather(selected.topk_TK, self._plan_inputs(inputs), self.group.state, self.memory.sizes)

@@ -33,7 +33,7 @@ class CheckedRows:
         """Raises CastoffError that names layer, request, rank and token of a row that is not the host's."""
         attended, selected = self.rows.select(inputs, selected, chosen_here=chosen_here)
         # A draft call that reuses rows as they were attends to what may have been rewritten since.
-        if chosen_here or selected.lists:
+        if chosen_here or len(selected.lists) > 0:
             self._compare(inputs, selected, attended)
         if chosen_here:
             self._check_pools(inputs)

@@ -180,8 +180,8 @@ def _serve_reference(*inputs: Tensor, sizes: PoolSizes, lists: int) -> tuple[Ten
 
 
 def _metadata_reference(*inputs: Tensor, sizes: PoolSizes) -> tuple[()]:
-    request_slots, *others = _arrays(inputs)
-    published.install_metadata(request_slots, *others)
+    request_slots, ids, rows, counts, *state = _arrays(inputs)
+    published.install_metadata(ids, rows, counts, request_slots, *state)
     return ()
 
 

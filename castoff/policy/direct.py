@@ -30,13 +30,13 @@ from castoff.policy.arrays import (
 )
 from castoff.policy.compiled import compiled
 from castoff.policy.id_table import clear, new_table, slot_of
-from castoff.policy.look_up import find, look_up, new_found
+from castoff.policy.look_up import find, look_up, new_found, set_of
 
 Policy = Literal["fifo", "lru", "clock"]
 Touch = Callable[[Ints, Ints, int], None]
 Victim = Callable[[Ints, Ints, Ints, int, int], int]
 
-POLICIES: dict[Policy, tuple[Touch, Victim]] = {
+_POLICIES: dict[Policy, tuple[Touch, Victim]] = {
     "fifo": (fifo.touch, fifo.victim),
     "lru": (lru.touch, lru.victim),
     "clock": (clock.touch, clock.victim),
@@ -71,7 +71,7 @@ def plan_direct(
     assert staging_rows >= queries * columns
     plan = new_fetch_plan(requests, queries, columns)
     # Arrays one by one: numba takes microseconds to unpack tuples of them.
-    _compiled(policy)(*selection, ring_first_B, *state, ring_tokens, staging_rows, *plan)
+    compiled(_planner(policy))(*selection, ring_first_B, *state, ring_tokens, staging_rows, *plan)
     return plan
 
 
@@ -96,12 +96,9 @@ class _Request(NamedTuple):
 
 
 @cache
-def _compiled(policy: Policy) -> Callable[..., None]:
-    return compiled(planner(*POLICIES[policy]))
-
-
-def planner(touch: Touch, victim: Victim) -> Callable[..., None]:
+def _planner(policy: Policy) -> Callable[..., None]:
     """The function that plans by one policy; its arguments are those of `plan_direct` and the arrays of the plan."""
+    touch, victim = _POLICIES[policy]
 
     def plan_requests(
         topk_TK: Ints,
@@ -194,7 +191,7 @@ def _place(request: _Request, misses: Ints, overflowed: Ints, victim: Victim) ->
     count = 0
     for position in misses:
         token = int(request.ids_X[position])
-        n = token % sets
+        n = set_of(token, sets)
         # It may have come to the pool at an earlier position.
         way = find(request.tags_NW, n, token)
         if way >= 0:

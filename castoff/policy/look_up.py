@@ -48,7 +48,7 @@ def look_up(
                 found.window_X[window] = position
                 window += 1
                 continue
-            n = token % sets
+            n = set_of(token, sets)
             way = find(tags_NW, n, token)
             # A processor would guess a branch on hit or miss wrong too often: both are written, and one counts.
             rows_X[position] = pool_row + n * ways + way
@@ -57,6 +57,12 @@ def look_up(
             found.misses_X[misses] = position
             misses += way < 0
     return hits, misses, window
+
+
+def set_of(token: int, sets: int) -> int:
+    """The set of a token: token % sets."""
+    # Without signs and in 32 bits, division takes a third of the time.
+    return int(np.uint32(token) % np.uint32(sets))
 
 
 def find(tags_NW: Ints, n: int, token: int) -> int:

@@ -26,7 +26,7 @@ from castoff.policy.arrays import (
 )
 from castoff.policy.compiled import compiled
 from castoff.policy.id_table import clear, new_table, slot_of
-from castoff.policy.look_up import look_up, new_found
+from castoff.policy.look_up import look_up, new_found, set_of
 
 
 class ServePlan(NamedTuple):
@@ -65,13 +65,14 @@ def plan_serve(selection: Selection, tags_RNW: Ints, hands_RN: Ints) -> ServePla
 
 
 def install_metadata(
-    request_slots_B: Longs, install_ids_BX: Ints, install_rows_BX: Ints, counts_B: Ints, tags_RNW: Ints, hands_RN: Ints
+    install_ids_BX: Ints, install_rows_BX: Ints, counts_B: Ints, request_slots_B: Longs, tags_RNW: Ints, hands_RN: Ints
 ) -> None:
-    """Make the metadata those of the pools after the installs of a plan, which saw the metadata as they still are.
+    """Make the metadata those of the pools after a plan's installs. Mutates tags and hands.
 
-    The lists are a ServePlan's. Mutates tags and hands.
+    Both are as the plan saw them, so every layer of a group must have installed before.
     """
-    assert len(request_slots_B) == len(counts_B)
+    assert install_ids_BX.shape == install_rows_BX.shape
+    assert len(install_ids_BX) == len(counts_B) == len(request_slots_B)
     compiled(_install)(install_ids_BX, install_rows_BX, counts_B, request_slots_B, tags_RNW, hands_RN)
 
 
@@ -124,10 +125,9 @@ def _plan_requests(
         hits, misses, window = look_up(
             ids_X, own_positions(selection, b), int(committed_B[b]), tags_RNW[r], pool_row, sources_X, found
         )
-        for position in found.window_X[:window]:
-            sources_X[position] = -2 - ids_X[position]
-        for position in found.misses_X[:misses]:
-            sources_X[position] = -2 - ids_X[position]
+        for positions in (found.misses_X[:misses], found.window_X[:window]):
+            for position in positions:
+                sources_X[position] = -2 - ids_X[position]
         request = _Request(
             ids_X,
             hands_RN[r].copy(),
@@ -158,7 +158,7 @@ def _list_installs(request: _Request, misses: Ints, listed: Ints, last_P: Ints) 
         if listed[0, y] >= 0:
             continue
         listed[0, y] = token
-        n = token % sets
+        n = set_of(token, sets)
         way = int(request.hands_N[n]) % request.ways
         request.hands_N[n] = (way + 1) % request.ways
         row = n * request.ways + way
@@ -192,9 +192,10 @@ def _install(
         if r < 0:
             continue
         assert r < slots
+        assert counts_B[b] <= install_ids_BX.shape[1]
         for entry in range(counts_B[b]):
             token = int(install_ids_BX[b, entry])
-            n = token % sets
+            n = set_of(token, sets)
             hands_RN[r, n] = (hands_RN[r, n] + 1) % ways
             if install_rows_BX[b, entry] >= 0:
                 row = int(install_rows_BX[b, entry]) - r * sets * ways

@@ -85,6 +85,8 @@ def test_quantised_rows(mode: OffloadMode, attention: str) -> None:
 
 @pytest.mark.numerics
 @pytest.mark.slow
+# torch's own, of a module that a compiler backend imports.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("mode", MODES)
 def test_in_a_compiled_graph(mode: OffloadMode) -> None:
     case = Case(drafts=2, prompts=(INDEX_TOPK, 3 * POOL), slots=2, graph="compile", dtype=torch.float64, check=False)

@@ -1,0 +1,101 @@
+"""Compiling: with numba and without it, on disk, and not before it is needed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from castoff.policy.compiled import compiled
+
+PLAN = """
+import sys
+import numpy as np
+from castoff.policy.arrays import PoolState, Selection
+from castoff.policy.direct import plan_direct
+
+def state():
+    pool, sets = (1, 3, 4), (1, 3)
+    return PoolState(*(np.full(pool, -1, np.int32) for _ in "tu"), *(np.zeros(sets, np.int32) for _ in "hm"))
+
+def plan(pools):
+    topk = np.arange(40, dtype=np.int32).reshape(2, 20)
+    selection = Selection(topk, np.zeros(2, np.int64), np.array([41]), np.array([39]), np.array([0]))
+    return plan_direct("clock", selection, np.array([37]), pools, ring_tokens=4, staging_rows=40)
+"""
+
+
+def python(code: str, **environment: str) -> str:
+    """Standard output of a fresh interpreter."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def total(values: np.ndarray) -> int:
+    result = 0
+    for value in values:
+        result = add(result, value)
+    return int(result)
+
+
+def test_functions_call_plain_functions() -> None:
+    values = np.arange(10)
+    assert compiled(total)(values) == total(values) == 45
+    assert compiled(total) is compiled(total), "nothing is compiled twice"
+
+
+@pytest.mark.architecture
+def test_numba_is_imported_when_a_plan_is_made() -> None:
+    pytest.importorskip("numba")
+    loaded = "print('numba.core' in sys.modules, 'torch' in sys.modules)"
+    assert python(f"{PLAN}\n{loaded}\nplan(state())\n{loaded}").split() == ["False", "False", "True", "False"]
+
+
+def test_without_numba_plans_are_the_same() -> None:
+    show = "pools = state()\nprint([array.tolist() for array in (*plan(pools), *pools)])"
+    hidden = "import sys\nsys.modules['numba'] = None\n"
+    assert python(hidden + PLAN + show) == python(PLAN + show)
+
+
+def test_machine_code_is_kept_and_found_again(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    count = """
+import numba
+from castoff.policy import compiled as module
+from castoff.policy.arrays import STATS
+from tests.policy.test_compiled import total
+function = module.compiled(total)
+function(np.arange(3))
+print(sum(function.stats.cache_hits.values()), sum(function.stats.cache_misses.values()))
+"""
+    code = "import numpy as np\n" + count
+    assert python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["0", "1"]
+    assert python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["1", "0"]
+
+
+def test_without_a_folder_to_write_nothing_is_kept() -> None:
+    numba = pytest.importorskip("numba")
+    code = """
+import numba.core.caching as caching
+import numpy as np
+caching.CacheImpl._locator_classes = []
+from castoff.policy.compiled import compiled
+from tests.policy.test_compiled import total
+print(compiled(total)(np.arange(10)))
+"""
+    assert numba
+    assert python(code) == "45\n"
