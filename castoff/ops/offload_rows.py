@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import lazy_loader as lazy
 
+from castoff.ops import row_copies
 from castoff.ops.attention import row_slots
 from castoff.ops.offload_plan import PoolSizes, RowPlan, ServePlan
 from castoff.ops.program import Abstract, Op, OpCall, Tensor
@@ -119,7 +120,7 @@ def _range_work(call: OpCall) -> Work:
 
 OFFLOAD_FETCH = Op(
     "offload_fetch", "offload_rows", _no_shapes, _list_work(0, 3), _fetch_reference, outputs=0, mutates=(6, 7),
-    opaque=True,
+    opaque=True, cpu_kernel=row_copies.fetch,
 )  # fmt: skip
 OFFLOAD_SERVE = Op(
     "offload_serve",
@@ -133,7 +134,7 @@ OFFLOAD_SERVE = Op(
 )
 OFFLOAD_INSTALL = Op(
     "offload_install", "offload_rows", _no_shapes, _list_work(0, 1), _install_reference, outputs=0, mutates=(4,),
-    opaque=True,
+    opaque=True, cpu_kernel=row_copies.install,
 )  # fmt: skip
 HOST_ROW_WRITE = Op(
     "host_row_write", "offload_rows", _no_shapes, _list_work(0, 1), _write_reference, outputs=0, mutates=(2,),

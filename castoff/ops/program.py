@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import lazy_loader as lazy
@@ -74,7 +76,7 @@ class Op:
     Inputs are tensors alone; attributes are numbers, words and frozen dataclasses of them.
     outputs: how many results there are when it is computed. mutates: inputs that it writes. opaque: torch.compile must
     not look into the reference, since it depends on data or is a kernel; see `ops/library.py`. kernel: computes the
-    same, bit for bit, on an accelerator; None where the reference does so there too.
+    same, bit for bit, on an accelerator; cpu_kernel: on a CPU that has numba. The reference does so everywhere else.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Op:
     mutates: tuple[int, ...] = ()
     opaque: bool = False
     kernel: Callable[..., tuple[Any, ...]] | None = None
+    cpu_kernel: Callable[..., tuple[Any, ...]] | None = None
 
     def __call__(self, *inputs: Tensor | None, **attributes: Any) -> tuple[Any, ...]:
         """Record the call where the inputs are abstract, compute it where they are real, and return the results."""
@@ -101,10 +104,20 @@ class Op:
             return self.compute(*inputs, **attributes)
 
     def compute(self, *inputs: Tensor | None, **attributes: Any) -> tuple[Any, ...]:
-        """The results of real tensors: by the kernel where one of them is on an accelerator, else by the reference."""
+        """The results of real tensors, by the kernel for where they are, or by the reference."""
         assert self.reference is not None
-        on_accelerator = self.kernel is not None and any(x is not None and not x.is_cpu for x in inputs)
-        return self.kernel(*inputs, **attributes) if on_accelerator else self.reference(*inputs, **attributes)  # type: ignore[misc]
+        compute = self.reference
+        if self.kernel is not None and any(x is not None and not x.is_cpu for x in inputs):
+            compute = self.kernel
+        elif self.cpu_kernel is not None and has_numba():
+            compute = self.cpu_kernel
+        return compute(*inputs, **attributes)
+
+
+@cache
+def has_numba() -> bool:
+    """Whether plain loops can be compiled."""
+    return find_spec("numba") is not None
 
 
 def call_registered(op: Op, inputs: tuple[Tensor | None, ...], attributes: Mapping[str, Any]) -> tuple[Tensor, ...]:

@@ -160,8 +160,9 @@ class Engine:
         draft = self.draft(ids_BS, main.hidden_TD, Selected(), nobody, prefill=False, sampled_B=zeros_B)
         if drafts > 1:
             at_B = torch.arange(rows, device=self.device) * (1 + drafts)
-            reused = self.shared_topk(draft, at_B)
-            self.draft(zeros_B[:, None], draft.hidden_TD[at_B], reused, nobody, prefill=False)
+            # The drafts after a prompt have no top-k to share; those after a step may.
+            for reused in (NOTHING, self.shared_topk(draft, at_B)):
+                self.draft(zeros_B[:, None], draft.hidden_TD[at_B], reused, nobody, prefill=False)
 
     def finish(self) -> None:
         """This rank has no more calls to make; others may."""

@@ -44,9 +44,9 @@ _COMMON: dict[str, Any] = {
 }  # fmt: skip
 _GLM = {"model_type": "glm_moe_dsa", "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
 _OF_KIND: dict[str, dict[str, Any]] = {
-    # Groups of one, one and three, of which the second has dense and sparse MLPs; a shared top-k among drafts.
+    # Groups of one and three; a top-k that drafts share.
     "glm52": {
-        **_GLM, "num_hidden_layers": 5, "index_topk_freq": 4, "index_skip_topk_offset": 2,
+        **_GLM, "num_hidden_layers": 4, "index_topk_freq": 4, "index_skip_topk_offset": 2,
         "index_share_for_mtp_iteration": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "glm5": {**_GLM, "num_hidden_layers": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},

@@ -81,14 +81,3 @@ def test_without_other_streams(options: object) -> None:
 def test_quantised_rows(mode: OffloadMode, attention: str) -> None:
     case = Case(prompts=(INDEX_TOPK, 3 * POOL), attention=attention)  # type: ignore[arg-type]
     assert_equal(outcome(case, options_of(mode)), resident(case))
-
-
-@pytest.mark.numerics
-@pytest.mark.slow
-# torch's own, of a module that a compiler backend imports.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("mode", MODES)
-def test_in_a_compiled_graph(mode: OffloadMode) -> None:
-    case = Case(drafts=2, prompts=(INDEX_TOPK, 3 * POOL), slots=2, graph="compile", dtype=torch.float64, check=False)
-    given = {"mtp_gather_reuse": False} if mode == "gather" else {}
-    assert_equal(outcome(case, options_of(mode, **given)), resident(case))
