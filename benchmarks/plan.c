@@ -14,10 +14,12 @@ static int find(const int32_t *tags, int ways, int32_t token) {
 
 static int victim(int policy, const int32_t *used, int ways, int32_t *hand, int32_t *marks, int32_t now) {
     if (policy == LRU) {
-        int oldest = -1;
+        int32_t oldest = INT32_MAX;
         for (int way = 0; way < ways; way++)
-            if (used[way] != now && (oldest < 0 || used[way] < used[oldest])) oldest = way;
-        return oldest;
+            if (used[way] != now && used[way] < oldest) oldest = used[way];
+        for (int way = 0; way < ways; way++)
+            if (used[way] == oldest) return way;
+        return -1;
     }
     uint32_t bits = (uint32_t)*marks;
     int way = *hand, looks = policy == CLOCK ? 2 * ways : ways;

@@ -36,6 +36,7 @@ Policy = Literal["fifo", "lru", "clock"]
 Touch = Callable[[Ints, Ints, int], None]
 Victim = Callable[[Ints, Ints, Ints, int, int], int]
 
+# A policy is a file with these two functions, and a line here.
 _POLICIES: dict[Policy, tuple[Touch, Victim]] = {
     "fifo": (fifo.touch, fifo.victim),
     "lru": (lru.touch, lru.victim),
@@ -67,6 +68,9 @@ def plan_direct(
     """
     requests, queries, columns = shape_of(selection)
     assert len(ring_first_B) == requests
+    assert state.tags_RNW.shape == state.used_RNW.shape
+    assert state.tags_RNW.shape[:2] == state.hands_RN.shape == state.marks_RN.shape
+    assert policy != "clock" or state.tags_RNW.shape[2] <= 32
     assert ring_tokens > 0
     assert staging_rows >= queries * columns
     plan = new_fetch_plan(requests, queries, columns)

@@ -108,9 +108,8 @@ def _keep(query: _Query, kept_W: Bools, held: Ints, seen: Ints, stats_C: Ints) -
         token = int(query.tags_W[way])
         if 0 <= token < query.committed:
             y = slot_of(held, token)
-            if held[0, y] < 0:
-                held[0, y] = token
-                held[1, y] = way
+            held[0, y] = token
+            held[1, y] = way
     for k in range(len(query.ids_K)):
         token = int(query.ids_K[k])
         if 0 <= token <= query.own:

@@ -52,6 +52,7 @@ def plan_serve(selection: Selection, tags_RNW: Ints, hands_RN: Ints) -> ServePla
     than W, hands come round, and the last token in a way stays.
     """
     requests, queries, columns = shape_of(selection)
+    assert tags_RNW.shape[:2] == hands_RN.shape
     plan = ServePlan(
         np.empty((requests * queries, columns), np.int32),
         np.empty((requests, queries * columns), np.int32),
@@ -71,6 +72,7 @@ def install_metadata(
 
     Both are as the plan saw them, so every layer of a group must have installed before.
     """
+    assert tags_RNW.shape[:2] == hands_RN.shape
     assert install_ids_BX.shape == install_rows_BX.shape
     assert len(install_ids_BX) == len(counts_B) == len(request_slots_B)
     compiled(_install)(install_ids_BX, install_rows_BX, counts_B, request_slots_B, tags_RNW, hands_RN)

@@ -71,24 +71,28 @@ def test_without_numba_plans_are_the_same() -> None:
     assert python(hidden + PLAN + show) == python(PLAN + show)
 
 
-def test_machine_code_is_kept_and_found_again(tmp_path: Path) -> None:
-    pytest.importorskip("numba")
-    count = """
-import numba
-from castoff.policy import compiled as module
-from castoff.policy.arrays import STATS
-from tests.policy.test_compiled import total
-function = module.compiled(total)
-function(np.arange(3))
-print(sum(function.stats.cache_hits.values()), sum(function.stats.cache_misses.values()))
+RUN = """
+from castoff.policy.compiled import compiled
+from caller import twice
+function = compiled(twice)
+print(function(3), sum(function.stats.cache_hits.values()))
 """
-    code = "import numpy as np\n" + count
-    assert python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["0", "1"]
-    assert python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["1", "0"]
+
+
+def test_machine_code_is_kept_until_the_source_of_a_callee_changes(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    (tmp_path / "caller.py").write_text("from callee import once\n\ndef twice(x):\n    return once(once(x))\n")
+    callee = tmp_path / "callee.py"
+    where = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    callee.write_text("def once(x):\n    return x + 1\n")
+    assert python(RUN, **where).split() == ["5", "0"]
+    assert python(RUN, **where).split() == ["5", "1"]
+    callee.write_text("def once(x):\n    return x + 10\n")
+    assert python(RUN, **where).split() == ["23", "0"]
 
 
 def test_without_a_folder_to_write_nothing_is_kept() -> None:
-    numba = pytest.importorskip("numba")
+    pytest.importorskip("numba")
     code = """
 import numba.core.caching as caching
 import numpy as np
@@ -97,5 +101,4 @@ from castoff.policy.compiled import compiled
 from tests.policy.test_compiled import total
 print(compiled(total)(np.arange(10)))
 """
-    assert numba
     assert python(code) == "45\n"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from castoff.policy import direct
 from castoff.policy.arrays import HITS, OVERFLOWS, PROMOTED, STATS, WINDOW_READS, FetchPlan, PoolState, Selection
@@ -158,7 +158,6 @@ class OneRequest(RuleBasedStateMachine):
         self.first = self.committed = prompt
 
     @invariant()
-    @precondition(lambda self: hasattr(self, "state"))
     def state_is_the_models(self) -> None:
         assert_equal(self.state, self.model.state())
 
