@@ -65,7 +65,7 @@ def castoff_steps(dtype: torch.dtype, context: int) -> tuple[Callable[[], object
     engine = Engine(setup, weights, num_blocks=context // 128 + 2, block_tokens=128, dtype=dtype, device=cpu)
     engine.pool.grow(0, context + 1)
     for layer in range(LAYERS):
-        engine.caches.latent(layer).normal_()
+        engine.caches.latent(layer).cache.normal_()
         if spec.indexer_types[layer] == "full":
             engine.caches.indexer(layer).normal_()
     ids = torch.randint(1, 1000, (1, context + 1))

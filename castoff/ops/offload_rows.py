@@ -123,15 +123,9 @@ OFFLOAD_FETCH = Op(
     opaque=True, cpu_kernel=row_copies.fetch,
 )  # fmt: skip
 OFFLOAD_SERVE = Op(
-    "offload_serve",
-    "offload_rows",
-    _no_shapes,
-    _list_work(0, 2),
-    _serve_reference,
-    outputs=0,
-    mutates=(4,),
-    opaque=True,
-)
+    "offload_serve", "offload_rows", _no_shapes, _list_work(0, 2), _serve_reference, outputs=0, mutates=(4,),
+    opaque=True, cpu_kernel=row_copies.serve,
+)  # fmt: skip
 OFFLOAD_INSTALL = Op(
     "offload_install", "offload_rows", _no_shapes, _list_work(0, 1), _install_reference, outputs=0, mutates=(4,),
     opaque=True, cpu_kernel=row_copies.install,
