@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -138,14 +138,21 @@ def compile_loop(folder: Path) -> Any:
     return ctypes.CDLL(str(library))
 
 
-def seconds(plans: Plans) -> float:
-    """Time of the last TIMED_STEPS steps; the others warm the pool."""
+def seconds(plans: Plans) -> list[float]:
+    """Time of each of the last TIMED_STEPS steps; the others warm the pool."""
     for plan in plans[:WARM_STEPS]:
         plan()
-    start = time.perf_counter()
+    times = []
     for plan in plans[WARM_STEPS:]:
+        start = time.perf_counter()
         plan()
-    return time.perf_counter() - start
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def best(runs: Iterable[list[float]]) -> float:
+    """Time of all steps, each as fast as in its best run: every run makes the same plans."""
+    return sum(min(times) for times in zip(*runs, strict=True))
 
 
 def check_equal(policy: Policy, calls: Sequence[Call], loop: Any) -> np.ndarray:
@@ -162,14 +169,14 @@ def check_equal(policy: Policy, calls: Sequence[Call], loop: Any) -> np.ndarray:
 
 
 def measure(policy: Policy, calls: Sequence[Call], loop: Any, runs: int) -> dict[str, object]:
-    """One row: the best of several runs of both, taken in turn."""
+    """One row; both run in turn."""
     queries = len(calls[0].selection.topk_TK)
     stats = check_equal(policy, calls, loop)
-    both = [
-        (seconds(numba_plans(policy, calls, empty_pool())), seconds(c_plans(loop, policy, calls, empty_pool())))
-        for _ in range(runs)
-    ]
-    numba_s, c_s = (min(times) for times in zip(*both, strict=True))
+    numba_runs, c_runs = [], []
+    for _ in range(runs):
+        numba_runs.append(seconds(numba_plans(policy, calls, empty_pool())))
+        c_runs.append(seconds(c_plans(loop, policy, calls, empty_pool())))
+    numba_s, c_s = best(numba_runs), best(c_runs)
     ids = TIMED_STEPS * queries * TOPK
     rows = stats.sum() - stats[UNIQUE_HITS] - stats[OVERFLOWS]
     return {

@@ -61,7 +61,7 @@ def look_up(
 
 def set_of(token: int, sets: int) -> int:
     """The set of a token: token % sets."""
-    # Without signs and in 32 bits, division takes a third of the time.
+    # Unsigned division in 32 bits is the cheapest.
     return int(np.uint32(token) % np.uint32(sets))
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from castoff.policy.arrays import FetchPlan
 from castoff.policy.direct import Policy, plan_direct
@@ -20,6 +20,7 @@ from tests.policy.model import rows_of
 
 Payload = tuple[int, int]
 STEPS = 40
+fewer = settings(max_examples=35)
 
 
 class World:
@@ -69,6 +70,7 @@ class World:
 
 @pytest.mark.property
 @pytest.mark.parametrize("policy", get_args(Policy))
+@fewer
 @given(given_sizes=sizes, seed=seeds)
 def test_direct(policy: Policy, given_sizes: Sizes, seed: int) -> None:
     world, state = World(given_sizes, seed), empty_pools(given_sizes)
@@ -94,6 +96,7 @@ def test_direct(policy: Policy, given_sizes: Sizes, seed: int) -> None:
 
 
 @pytest.mark.property
+@fewer
 @given(given_sizes=sizes, seed=seeds)
 def test_gather(given_sizes: Sizes, seed: int) -> None:
     given_sizes = dataclasses.replace(
@@ -116,6 +119,7 @@ def test_gather(given_sizes: Sizes, seed: int) -> None:
 
 
 @pytest.mark.property
+@fewer
 @given(given_sizes=sizes, seed=seeds)
 def test_serve_install(given_sizes: Sizes, seed: int) -> None:
     world = World(given_sizes, seed)
