@@ -157,7 +157,7 @@ class OffloadedCaches:
         """What a decode call is told beside."""
         sizes, device = self.memory.sizes, self._device
         slots = [-1 if request is None else self._slots[request] for request in rows.requests]
-        ring_first = [self._ring_first(*row) for row in zip(rows.requests, rows.lengths, rows.committed, strict=True)]
+        ring_first = [self._ring_first(*row) for row in zip(rows.requests, rows.committed, strict=True)]
         new_rows = sum(rows.lengths) - sum(rows.committed)
         self._written_rows += new_rows * self._layers(draft=rows.is_draft)
         slots_B = torch.tensor(slots, device=device)
@@ -229,11 +229,12 @@ class OffloadedCaches:
         """Offloaded layers that a call writes to."""
         return sum((layer >= self._setup.model.num_hidden_layers) == draft for layer in self.memory.layers)
 
-    def _ring_first(self, request: int | None, length: int, committed: int) -> int:
+    def _ring_first(self, request: int | None, committed: int) -> int:
+        """The first position that the ring still has: all tokens of a step overwrite older ones, kept or not."""
         if request is None:
             return 0
         start = self._decoded_from.setdefault(request, committed)
-        return max(start, length - self.memory.sizes.ring_tokens)
+        return max(start, committed + 1 + self._setup.mtp.num_mtp_tokens - self.memory.sizes.ring_tokens)
 
     def _clear(self, slot: int) -> None:
         """Forget all that a slot's pools hold."""

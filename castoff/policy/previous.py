@@ -41,8 +41,8 @@ def plan_gather(selection: Selection, tags_RNW: Ints) -> FetchPlan:
 
     Tokens that several queries read are fetched for each. The ids of one query are distinct.
 
-    A padded query, and one that a call does not have, keeps its buffer. The last window may be in it, rejected tokens
-    included: before such a query comes back, its tags must be cleared.
+    A padded query, and one that a call does not have, keeps its buffer, save tokens that are not settled: the rows of
+    rejected ones are written anew, and must not be found when such a query comes back.
     """
     requests, queries, columns = shape_of(selection)
     _, sets, ways = tags_RNW.shape
@@ -89,6 +89,7 @@ def _plan_requests(
             continue
         assert r < slots
         clear(seen)
+        _drop_unsettled(tags_RNW[r], int(committed_B[b]))
         own_S = own_positions(selection, b)
         for s in range(len(own_S)):
             t = b * len(own_S) + s
@@ -98,6 +99,13 @@ def _plan_requests(
             query = _Query(topk_TK[t], int(own_S[s]), int(committed_B[b]), tags_RNW[r, s], pool_row, rows_TK[t])
             _keep(query, kept_W, held, seen, stats_BC[b])
             counts_B[b] = _read(query, kept_W, seen, fetch_ids_BX[b], fetch_rows_BX[b], int(counts_B[b]), stats_BC[b])
+
+
+def _drop_unsettled(tags_NW: Ints, committed: int) -> None:
+    for n in range(tags_NW.shape[0]):
+        for way in range(tags_NW.shape[1]):
+            if tags_NW[n, way] >= committed:
+                tags_NW[n, way] = -1
 
 
 def _keep(query: _Query, kept_W: Bools, held: Ints, seen: Ints, stats_C: Ints) -> None:

@@ -24,8 +24,8 @@ def fresh_compiler() -> None:
 def test_traced_steps_give_the_bits_of_a_resident_cache(
     mode: OffloadMode, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a code generator. Whatever lengths and batch, there is one graph for the model; for its MTP block three: of
-    a step's tokens, of one token, and of one that reuses a top-k."""
+    """Without a code generator. Whatever lengths and batch, there is one graph for the model; for its MTP block three,
+    of a step's tokens, of one token, and of one that reuses a top-k."""
     traced: list[object] = []
 
     def compiled(function: Any) -> Any:

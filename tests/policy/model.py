@@ -184,6 +184,13 @@ class Gather:
                 continue
             hit: set[int] = set()
             missed: set[int] = set()
+            for s in range(self.sizes.sets):
+                settled = {
+                    place: token
+                    for place, token in self.buffers.get((row.slot, s), {}).items()
+                    if token < row.committed
+                }
+                self.buffers[row.slot, s] = settled
             for s in range(out.queries):
                 if selection.slot_mapping_T[b * out.queries + s] >= 0:
                     ids = [(k, token) for query, k, token in row.ids if query == s]
