@@ -14,10 +14,10 @@ import lazy_loader as lazy
 
 from castoff.errors import CastoffError
 from castoff.hf.latents import LatentStore
+from castoff.hf.library import transformers
 from castoff.ops.program import Tensor
 
 torch = lazy.load("torch")
-transformers = lazy.load("transformers")
 
 ATTENTION = "castoff"
 LAYER_ROWS = "castoff_rows"

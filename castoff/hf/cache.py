@@ -9,17 +9,15 @@ import lazy_loader as lazy
 from castoff.errors import CastoffError
 from castoff.hf.attention import ATTENTION, LAYER_ROWS, LayerRows, register
 from castoff.hf.latents import LatentStore, Room
+from castoff.hf.library import transformers
+from castoff.hf.structure import check_layers, setup_of
 from castoff.model.setup import Setup
 from castoff.offload.report import OffloadReport
 from castoff.ops.cache_rows import latent_rows
 from castoff.ops.program import Tensor
-from castoff.runtime.structure import run_setup
-from castoff.spec.model import read_model
 from castoff.spec.offload import Offload, check_offload
-from castoff.spec.scenario import Mtp, Quant, Scenario
 
 torch = lazy.load("torch")
-transformers = lazy.load("transformers")
 
 
 _CacheLayer: Any = transformers.cache_utils.CacheLayerMixin
@@ -61,6 +59,7 @@ class LatentLayer(_CacheLayer):  # type: ignore[misc]
         if self._model.training or (torch.is_grad_enabled() and key_states.requires_grad):
             raise CastoffError("castoff offloads inference: call the model after eval(), under torch.no_grad()")
         rows_BSX = latent_rows(key_states[:, 0], value_states[:, 0], self._setup.cache)
+        self._store.check_rows(rows_BSX)
         if self._layer == 0:
             self._store.begin(*rows_BSX.shape[:2])
         kwargs[LAYER_ROWS] = LayerRows(self._store, self._layer, rows_BSX.flatten(0, 1))
@@ -117,7 +116,7 @@ class OffloadedCache(_Cache):  # type: ignore[misc]
         super().__init__(layers=[LatentLayer(model, setup, store, i) for i in range(setup.model.num_hidden_layers)])
         self._model = model
         self._store = store
-        self._before = model.config._attn_implementation
+        self._before: str | None = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
 
     def report(self) -> OffloadReport | None:
@@ -126,8 +125,10 @@ class OffloadedCache(_Cache):  # type: ignore[misc]
 
     def close(self) -> None:
         """Give the model the attention that it had, and end the streams."""
-        self._model.set_attn_implementation(self._before)
-        self._store.close()
+        if self._before is not None:
+            self._model.set_attn_implementation(self._before)
+            self._before = None
+            self._store.close()
 
     def __enter__(self) -> OffloadedCache:
         return self
@@ -153,47 +154,14 @@ def offload(model: Any, options: Offload, *, max_tokens: int, batch: int = 1, ch
     for name, value in (("max_tokens", max_tokens), ("batch", batch)):
         if value < 1:
             raise CastoffError(f"{name} must be at least 1, got {value}")
-    setup = _setup_of(model)
-    weight = _check_layers(model)
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise CastoffError(f"castoff.hf.offload takes a model of transformers, got {type(model).__name__}")
+    if model.config._attn_implementation == ATTENTION:
+        raise CastoffError("the model has an OffloadedCache already: close() it before another is made")
+    setup = setup_of(model.config, model.config.name_or_path or type(model).__name__)
+    weight = check_layers(model, setup.model)
     register()
     store = LatentStore(
         setup, options, Room(batch=batch, max_tokens=max_tokens), dtype=weight.dtype, device=weight.device, check=check
     )
     return OffloadedCache(model, setup, store)
-
-
-def _setup_of(model: Any) -> Setup:
-    """The structure that a model's config describes. Raises CastoffError for a model of another kind."""
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise CastoffError(f"castoff.hf.offload takes a model of transformers, got {type(model).__name__}")
-    name = model.config.name_or_path or type(model).__name__
-    # What config.json would say. The rows' dtype is that of the weights, which may be one that no file has.
-    config = {**model.config.to_diff_dict(), "dtype": "bfloat16"}
-    config.pop("quantization_config", None)
-    spec = read_model(config, name=name, source=f"config of {name}")
-    if spec.indexer is None:
-        raise CastoffError(f"{name} has no indexer: every step would read its whole KV cache over the link")
-    quant = Quant(quantize_linear_action="DISABLED")
-    return run_setup(spec, Scenario(quant=quant, mtp=Mtp(num_mtp_tokens=0)))
-
-
-def _check_layers(model: Any) -> Tensor:
-    """The first layer's kv_b_proj. Raises CastoffError where attention could not multiply by these weights itself."""
-    if model.config._attn_implementation == ATTENTION:
-        raise CastoffError("the model has an OffloadedCache already: close() it before another is made")
-    weights = []
-    for layer, block in enumerate(model.base_model.layers):
-        projection = block.self_attn.kv_b_proj
-        if type(projection) is not torch.nn.Linear:
-            raise CastoffError(
-                f"layer {layer}: castoff multiplies by kv_b_proj's weight itself, and this one is a "
-                f"{type(projection).__name__}; load it unquantised, and merge adapters"
-            )
-        weights.append(projection.weight)
-    devices = {weight.device for weight in weights}
-    if len(devices) > 1 or "meta" in {device.type for device in devices}:
-        raise CastoffError(
-            f"castoff offloads a model that lies on one device, and this one's layers are on "
-            f"{', '.join(sorted(map(str, devices)))}"
-        )
-    return weights[0]

@@ -9,6 +9,7 @@ H heads, E index_head_dim, X a latent row or a head's query, V v_head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import lazy_loader as lazy
@@ -52,33 +53,37 @@ class Room:
         return -(-self.max_tokens // KV_BLOCK_TOKENS)
 
 
+@dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """What stays on the device: indexer keys, in order of position, and latent rows where they are not offloaded."""
+    """What stays on the device, by layer: indexer keys (B, tokens, E) of full layers, and latent rows (blocks, block
+    tokens, X) where they are not offloaded."""
 
-    def __init__(self, setup: Setup, room: Room, *, latents: bool, dtype: Tensor, device: Tensor) -> None:
-        model = setup.model
-        assert model.indexer is not None
-        width, stored = row_storage(
-            model.kv_lora_rank + model.qk_rope_head_dim, setup.cache.latent_row_bytes, setup.cache, dtype
-        )
-        shape = (room.batch * room.blocks + 1, KV_BLOCK_TOKENS, width)
-        self._latent = {
-            layer: torch.zeros(shape, dtype=stored, device=device)
-            for layer in (range(model.num_hidden_layers) if latents else ())
-        }
-        self._indexer = {
-            layer: torch.zeros(room.batch, room.max_tokens, model.indexer.index_head_dim, dtype=dtype, device=device)
-            for layer, kind in enumerate(model.indexer_types)
-            if kind == "full"
-        }
+    index_keys: Mapping[int, Tensor]
+    latents: Mapping[int, Tensor]
 
     def latent(self, layer: int) -> ResidentLatents:
-        """Latent rows of a layer, (blocks, block tokens, X)."""
-        return ResidentLatents(self._latent[layer])
+        """Latent rows of a layer."""
+        return ResidentLatents(self.latents[layer])
 
     def indexer(self, layer: int) -> Tensor:
-        """Indexer keys of a full layer, (B, tokens, E)."""
-        return self._indexer[layer]
+        """Indexer keys of a full layer."""
+        return self.index_keys[layer]
+
+
+def device_rows(setup: Setup, room: Room, *, latents: bool, dtype: Tensor, device: Tensor) -> DeviceRows:
+    """Take the memory for them."""
+    model, cache = setup.model, setup.cache
+    assert model.indexer is not None
+    width, stored = row_storage(model.kv_lora_rank + model.qk_rope_head_dim, cache.latent_row_bytes, cache, dtype)
+    rows, keys = (
+        (room.batch * room.blocks + 1, KV_BLOCK_TOKENS, width),
+        (room.batch, room.max_tokens, model.indexer.index_head_dim),
+    )
+    full = [layer for layer, kind in enumerate(model.indexer_types) if kind == "full"]
+    return DeviceRows(
+        {layer: torch.zeros(keys, dtype=dtype, device=device) for layer in full},
+        {layer: torch.zeros(rows, dtype=stored, device=device) for layer in range(model.num_hidden_layers * latents)},
+    )
 
 
 @dataclass(slots=True)
@@ -113,14 +118,23 @@ class LatentStore:
         self._offload: OffloadedCaches | None = None
         # What is made inside inference mode cannot be written to outside.
         with torch.inference_mode(mode=False):
-            self._resident = DeviceRows(setup, room, latents=not options.offloads, dtype=dtype, device=device)
             if options.offloads:
                 run = OffloadRun(
                     options=options, slots=room.batch, num_blocks=room.batch * room.blocks,
                     block_tokens=KV_BLOCK_TOKENS, longest=room.max_tokens, check=check,
                 )  # fmt: skip
-                streams = open_streams(device, inline=False)
-                self._offload = OffloadedCaches(setup, run, self._resident, streams, dtype=dtype, device=device)
+                # Every layer is offloaded, and indexer keys are not asked for there.
+                resident, streams = DeviceRows({}, {}), open_streams(device, inline=False)
+                self._offload = OffloadedCaches(setup, run, resident, streams, dtype=dtype, device=device)
+            self._resident = device_rows(setup, room, latents=not options.offloads, dtype=dtype, device=device)
+
+    def check_rows(self, rows_BSX: Tensor) -> None:
+        """Raise CastoffError where a model gives rows of another kind than when the cache was made."""
+        if rows_BSX.dtype != self._dtype or rows_BSX.device != self._device:
+            raise CastoffError(
+                f"the cache was made for rows of {self._dtype} on {self._device}, and these are of {rows_BSX.dtype} on "
+                f"{rows_BSX.device}: make it once the model is as it will be"
+            )
 
     def begin(self, requests: int, queries: int) -> None:
         """Begin a pass over `queries` more tokens of every request. A pass that did not end is forgotten."""
@@ -240,6 +254,7 @@ class LatentStore:
         needed = -(-length // KV_BLOCK_TOKENS)
         slots_T = (first_block_B[:, None] * KV_BLOCK_TOKENS + positions_BS).flatten()
         nothing = torch.empty(slots_T.shape[0], 0, dtype=self._dtype, device=device)
+        # What tokens these are, and their angles, has no part in storing and finding rows.
         return StepInputs(
             ids_T=slots_T,
             cos_TP=nothing,
