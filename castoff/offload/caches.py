@@ -71,7 +71,7 @@ class OffloadedCaches:
         self._free = list(range(run.slots - 1, -1, -1))
         self._slots: dict[int, int] = {}
         # Where a request's first decode step began: the ring has no earlier rows.
-        self._decoded_from: dict[int, int] = {}
+        self._decoded_from: dict[int | None, int] = {}
         self._occupancy = [[0, 0] for _ in self.memory.groups]
         self._hosts = {layer: rows.host for layer, rows in self.memory.layers.items()}
 
@@ -174,6 +174,8 @@ class OffloadedCaches:
     ) -> OffloadInputs:
         """What a prefill call of one request is told beside. blocks: columns of its block tables."""
         (length,), (committed,), (owned,) = rows.lengths, rows.committed, rows.blocks
+        # These rows pass the ring by: decoding begins anew after them.
+        self._decoded_from.pop(rows.requests[0], None)
         self._prefill_rows += length * self._layers(draft=rows.is_draft)
         nothing_B = torch.zeros(1, dtype=torch.long, device=self._device)
         return OffloadInputs(

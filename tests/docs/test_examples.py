@@ -1,6 +1,7 @@
 """What the documentation shows works as it is written."""
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,14 @@ def test_readme_python() -> None:
     table = names["table"]
     assert table.latency_s.shape == (4 * 2 * 2, 32, 3)  # type: ignore[attr-defined]
     assert set(table.reasons) == {None}  # type: ignore[attr-defined]
+
+
+def test_transformers_python(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    (code,) = blocks("docs/transformers.md", "python")
+    exec(compile(code, "docs/transformers.md", "exec"), {})
+    assert "of the rows were in pools" in capsys.readouterr().out

@@ -65,7 +65,8 @@ _COMMON: dict[str, Any] = {
 _GLM = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
 
 
-def _config(kind: str, index_topk: int) -> Any:
+def config_of(kind: str, index_topk: int = INDEX_TOPK) -> Any:
+    """The configuration of a tiny model."""
     common = {**_COMMON, "index_topk": index_topk}
     if kind == "glm5":
         rope = {"rope_type": "default", "rope_theta": 1e6}
@@ -126,7 +127,7 @@ class Tiny:
 def build(kind: str, directory: Path, *, index_topk: int = INDEX_TOPK, seed: int = 0) -> Tiny:
     """Save a checkpoint of one kind, MTP block and its duplicates included."""
     classes = {"deepseek_v32": transformers.DeepseekV32ForCausalLM}
-    config = _config(kind, index_topk)
+    config = config_of(kind, index_topk)
     hf = classes.get(kind, transformers.GlmMoeDsaForCausalLM)(config).eval()
     redraw(hf, seed)
     hf.save_pretrained(directory)
@@ -143,7 +144,7 @@ def build(kind: str, directory: Path, *, index_topk: int = INDEX_TOPK, seed: int
 
 def mtp_layer(kind: str, index_topk: int, *, indexer: str) -> Any:
     """One decoder layer of transformers, with the place and kind of the MTP block's."""
-    config = _config(kind, index_topk)
+    config = config_of(kind, index_topk)
     number = config.num_hidden_layers
     config.num_hidden_layers = number + 1
     config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
