@@ -89,13 +89,14 @@ class SavedRows:
 
 
 class BlockPool:
-    """Which blocks are free, and the blocks of each request in order."""
+    """Which blocks are free, and the blocks of each request in order. Requests may share their first blocks."""
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._block_tokens = block_tokens
         self._owned: dict[int, list[int]] = {}
+        self._owners = [0] * num_blocks
 
     def grow(self, request: int, tokens: int) -> None:
         """Give a request the blocks that `tokens` tokens need. Raises CastoffError where none are left."""
@@ -106,11 +107,26 @@ class BlockPool:
                 f"the KV cache is full: request {request} needs {needed} more blocks of {self._block_tokens} tokens, "
                 f"and {len(self._free)} are free"
             )
-        owned.extend(self._free.pop() for _ in range(needed))
+        for _ in range(needed):
+            block = self._free.pop()
+            self._owners[block] = 1
+            owned.append(block)
+
+    def share(self, request: int, with_request: int, blocks: int) -> None:
+        """Give a request, which has none yet, the first blocks of another. Neither may write to them from now on."""
+        assert not self._owned.get(request), "a shared prefix comes first"
+        shared = self._owned[with_request][:blocks]
+        assert len(shared) == blocks, "only blocks that are there can be shared"
+        self._owned[request] = shared
+        for block in shared:
+            self._owners[block] += 1
 
     def release(self, request: int) -> None:
-        """Take all blocks of a request back."""
-        self._free.extend(reversed(self._owned.pop(request, [])))
+        """Take all blocks of a request back; those that another one has too stay its own."""
+        for block in reversed(self._owned.pop(request, [])):
+            self._owners[block] -= 1
+            if not self._owners[block]:
+                self._free.append(block)
 
     def blocks(self, request: int) -> list[int]:
         """Blocks of a request, in order of position."""

@@ -102,8 +102,13 @@ class Engine:
         """Tokens that all cache blocks hold."""
         return self.pool.num_blocks * self.caches.block_tokens
 
-    def admit(self, request: int, tokens: int) -> None:
-        """Give a request the room that `tokens` tokens need. Raises CastoffError where there is none."""
+    def admit(self, request: int, tokens: int, *, prefix_of: int | None = None, shared_tokens: int = 0) -> None:
+        """Give a request the room that `tokens` tokens need. Raises CastoffError where there is none.
+
+        prefix_of: a request whose first shared_tokens tokens, whole blocks, are this one's too; their rows are shared.
+        """
+        if prefix_of is not None:
+            self.pool.share(request, prefix_of, shared_tokens // self.caches.block_tokens)
         self.pool.grow(request, tokens)
         if self.offload is not None:
             self.offload.admit(request)
@@ -118,6 +123,10 @@ class Engine:
         """End what works beside the engine."""
         if self.offload is not None:
             self.offload.streams.close()
+
+    def whole_blocks(self, tokens: int) -> int:
+        """The most tokens, no more than these, that fill whole cache blocks."""
+        return tokens // self.caches.block_tokens * self.caches.block_tokens
 
     def has_room(self, tokens: int) -> bool:
         """Whether so many tokens of a new request would find free blocks."""

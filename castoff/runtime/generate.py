@@ -241,6 +241,7 @@ def _scheduler(
         stop_ids=frozenset() if options.ignore_eos else frozenset(engine.setup.model.eos_token_ids),
         progress=lambda done, total: progress(f"{done} of {total} requests done"),
         record=record,
+        shares_prefixes=options.share_prefixes,
     )
 
 

@@ -38,6 +38,8 @@ class RunOptions:
     graph: carry out decode steps op by op, compiled by torch.compile, or as a CUDA graph.
     kv_block_tokens: tokens of a cache block, from 16 to 256.
     chunk_tokens: tokens of a prefill chunk.
+    share_prefixes: requests whose prompt begins as a running one's take over its cache rows; what follows is computed
+        in other chunks, so tokens may differ where two are as likely.
     temperature: 0 takes the most likely token.
     top_p: share of probability that is drawn from.
     seed: of random prompts and of drawn tokens.
@@ -62,6 +64,7 @@ class RunOptions:
     graph: GraphMode = "eager"
     kv_block_tokens: int = 128
     chunk_tokens: int = 512
+    share_prefixes: bool = False
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0

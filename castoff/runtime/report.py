@@ -72,6 +72,7 @@ class RunReport:
             "acceptance_rates": self.statistics.acceptance_rates,
             "decode_steps": self.statistics.decode_steps,
             "sparse_steps": self.statistics.sparse_steps,
+            "shared_prompt_tokens": self.statistics.shared_prompt_tokens,
             "offload": self.offload.as_json() if self.offload else None,
             "ops": [_op(op) for op in self.ops],
             "memory": {

@@ -45,13 +45,15 @@ class Statistics:
     """Counts over a run.
 
     sparse_steps: decode steps in which some request was longer than index_topk. request_steps: requests of all decode
-    steps. accepted_drafts: for each draft position, in how many of those the draft was accepted.
+    steps. accepted_drafts: for each draft position, in how many of those the draft was accepted. shared_prompt_tokens:
+    of which the rows were another request's too.
     """
 
     decode_steps: int = 0
     sparse_steps: int = 0
     request_steps: int = 0
     decoded_tokens: int = 0
+    shared_prompt_tokens: int = 0
     accepted_drafts: list[int] = field(default_factory=list)
 
     def add(self, other: Statistics) -> None:
@@ -60,6 +62,7 @@ class Statistics:
         self.sparse_steps = max(self.sparse_steps, other.sparse_steps)
         self.request_steps += other.request_steps
         self.decoded_tokens += other.decoded_tokens
+        self.shared_prompt_tokens += other.shared_prompt_tokens
         pairs = zip(self.accepted_drafts, other.accepted_drafts, strict=True)
         self.accepted_drafts = [own + others for own, others in pairs]
 
@@ -107,7 +110,8 @@ class Scheduler:
     once and handed round.
 
     chunk_tokens: prompts are prefilled in chunks of this many tokens. stop_ids: tokens that end a request. record: told
-    of every decode step what was selected in it.
+    of every decode step what was selected in it. shares_prefixes: a request whose prompt begins as a running one's
+    takes over its cache rows instead of computing them.
     """
 
     def __init__(
@@ -120,7 +124,9 @@ class Scheduler:
         stop_ids: frozenset[int] = frozenset(),
         progress: Callable[[int, int], None] = lambda done, total: None,
         record: Callable[[StepRecord], None] | None = None,
+        shares_prefixes: bool = False,
     ) -> None:
+        self._shares_prefixes = shares_prefixes
         self._record = record
         self._engine = engine
         self._slots = slots
@@ -154,7 +160,7 @@ class Scheduler:
         while waiting or running:
             while waiting and len(running) < self._slots and self._has_room(waiting[0]):
                 joined = waiting.popleft()
-                self._prefill(joined)
+                self._prefill(joined, running)
                 joined.result.first_token_s = joined.result.last_token_s = time.perf_counter() - started
                 running.append(joined)
             running = self._drop_done(running)
@@ -185,10 +191,12 @@ class Scheduler:
         """Whether the blocks that a request may ever need are free; they are taken when it joins."""
         return self._engine.has_room(self._most_tokens(candidate.request))
 
-    def _prefill(self, joined: _Running) -> None:
+    def _prefill(self, joined: _Running, running: Sequence[_Running]) -> None:
         prompt = joined.request.prompt
-        self._engine.admit(joined.index, self._most_tokens(joined.request))
-        for start in range(0, len(prompt), self._chunk):
+        donor, shared = self._shared_prefix(joined, running) if self._shares_prefixes else (None, 0)
+        self._engine.admit(joined.index, self._most_tokens(joined.request), prefix_of=donor, shared_tokens=shared)
+        self.statistics.shared_prompt_tokens += shared
+        for start in range(shared, len(prompt), self._chunk):
             end = min(start + self._chunk, len(prompt))
             rows = Rows([joined.index], [end])
             output = self._engine.forward(self._ids([prompt[start:end]]), rows, prefill=True, last=True)
@@ -202,6 +210,22 @@ class Scheduler:
         self._keep(joined, [joined.last])
         if self._drafts:
             self._draft_on([joined], draft.ids_T.tolist(), draft.hidden_TD[-1:], Selected())
+
+    def _shared_prefix(self, joined: _Running, running: Sequence[_Running]) -> tuple[int | None, int]:
+        """The running request with most whole blocks of this prompt, and their tokens; none where it has no block.
+
+        The token after them must be the same too, since the MTP block's row of a token depends on the next one.
+        """
+        best: tuple[int | None, int] = (None, 0)
+        for other in running:
+            pairs = zip(joined.request.prompt, other.request.prompt, strict=False)
+            same = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), None)
+            if same is None:
+                same = min(len(joined.request.prompt), len(other.request.prompt))
+            tokens = self._engine.whole_blocks(same - 1)
+            if tokens > best[1]:
+                best = (other.index, tokens)
+        return best
 
     def _decode(self, running: list[_Running], started: float) -> None:
         queries = 1 + self._drafts
