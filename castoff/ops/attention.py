@@ -211,7 +211,7 @@ def _attend(q_BSHX: Tensor, rows_BLX: Tensor, allowed_BSL: Tensor, sizes: Attent
     """Softmax over the allowed rows, at no less than fp32, and the weighted sum of their latents: (B, S, H, R)."""
     wide = torch.promote_types(q_BSHX.dtype, torch.float32)
     # A CPU without instructions for them multiplies 16-bit numbers tens of times slower than fp32.
-    product = q_BSHX.dtype if q_BSHX.is_cuda else wide
+    product = wide if q_BSHX.is_cpu else q_BSHX.dtype
     rows_BLX = rows_BLX.to(product)
     scores = torch.einsum("bshx,blx->bshl", q_BSHX.to(product), rows_BLX).to(wide) * sizes.softmax_scale
     scores = scores.masked_fill(~allowed_BSL[:, :, None], -torch.inf)

@@ -67,24 +67,29 @@ def _variable(name: str, otherwise: str) -> int:
     return int(text)
 
 
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+
+
 @contextmanager
 def joined(device: str) -> Iterator[World]:
     """Meet the other processes of torchrun; alone without torchrun.
 
-    device: "cpu" talks through gloo; "cuda" through NCCL, and takes the device of the process's local rank. Raises
-    CastoffError where there is no such device, or where torchrun's variables are not all there.
+    device: "cpu" talks through gloo, "cuda" through NCCL and "npu" through HCCL, each process on the device of its local
+    rank. Raises CastoffError where there is no such device, or where torchrun's variables are not all there.
     """
     size = _variable("WORLD_SIZE", "1")
     if size == 1:
         yield World()
         return
-    if device == "cuda":
-        local, found = _variable("LOCAL_RANK", "0"), torch.cuda.device_count()
+    if device != "cpu":
+        local, found = _variable("LOCAL_RANK", "0"), torch.accelerator.device_count()
         if local >= found:
-            raise CastoffError(f"--device cuda: {local + 1} processes or more on a machine with {found} CUDA device(s)")
-        torch.cuda.set_device(local)
+            raise CastoffError(
+                f"--device {device}: {local + 1} processes or more on a machine with {found} such device(s)"
+            )
+        torch.accelerator.set_device_index(local)
     try:
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        torch.distributed.init_process_group(_BACKENDS[device])
     except ValueError as error:
         raise CastoffError(f"WORLD_SIZE is {size}, and this process was not started by torchrun: {error}") from None
     yield World(torch.distributed.get_rank(), size)

@@ -246,8 +246,8 @@ def _scheduler(
 
 
 def _peak_bytes(device: str) -> int:
-    if device == "cuda":
-        return int(torch.cuda.max_memory_allocated())
+    if device != "cpu":
+        return int(torch.accelerator.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts kibibytes, macOS bytes.
     return peak if sys.platform == "darwin" else peak * 1024

@@ -58,4 +58,4 @@ def _token_bytes(setup: Setup, itemsize: int, offload: OffloadRun | None) -> int
 
 def _free_bytes(device: Tensor) -> int | None:
     """Free memory of the device; None where the system does not tell."""
-    return int(torch.cuda.mem_get_info()[0]) if device.type == "cuda" else available_bytes()
+    return available_bytes() if device.type == "cpu" else int(torch.accelerator.get_memory_info(device)[0])

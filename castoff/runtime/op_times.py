@@ -20,7 +20,7 @@ torch = lazy.load("torch")
 
 # Calls of ops in a trace: each brings some ten operators and as many kernels beneath it.
 TRACED_CALLS = 10_000
-# Pairs of CUDA events that are kept before the device is waited for.
+# Pairs of events that are kept before the device is waited for.
 _PENDING_CALLS = 10_000
 
 
@@ -40,7 +40,7 @@ class OpTime:
 
 
 class OpClock:
-    """Counts and times the ops that are computed while `running`; on CUDA the time on the device.
+    """Counts and times the ops that are computed while `running`; on an accelerator the time on the device.
 
     traced: also keep a Chrome trace of the first `TRACED_CALLS` calls, with all that torch does beneath them.
     """
@@ -58,7 +58,7 @@ class OpClock:
     def running(self, phase: Callable[[], Mode]) -> Iterator[None]:
         """Watch the ops inside; `phase` says of which kind of pass they are."""
         self._phase = phase
-        token = op_observer.set(self._on_device if self._device == "cuda" else self._on_host)
+        token = op_observer.set(self._on_host if self._device == "cpu" else self._on_device)
         if self._profile is not None:
             self._profile.start()
         try:
@@ -82,7 +82,7 @@ class OpClock:
 
     @contextmanager
     def _on_device(self, name: str) -> Iterator[None]:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
         start.record()
         yield
         end.record()
@@ -93,7 +93,7 @@ class OpClock:
     def _settle(self) -> None:
         if not self._pending:
             return
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         for key, start, end in self._pending:
             self._add(key, 1e-3 * start.elapsed_time(end))
         self._pending.clear()

@@ -34,7 +34,7 @@ class RunOptions:
     dtype: of weights, caches and activations that are not quantised.
     quantize_linear_action: format of the linear layers, experts included; unset keeps the checkpoint's own.
     quantize_attention_action: format of the latent KV cache and the indexer cache.
-    device: where tensors live.
+    device: where tensors live; npu needs torch_npu and is untested.
     graph: carry out decode steps op by op, compiled by torch.compile, or as a CUDA graph.
     kv_block_tokens: tokens of a cache block, from 16 to 256.
     chunk_tokens: tokens of a prefill chunk.
@@ -60,7 +60,7 @@ class RunOptions:
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
     quantize_linear_action: LinearAction | None = None
     quantize_attention_action: AttentionAction = "DISABLED"
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda", "npu"] = "cpu"
     graph: GraphMode = "eager"
     kv_block_tokens: int = 128
     chunk_tokens: int = 512
@@ -93,11 +93,11 @@ def check_options(options: RunOptions, offload: Offload) -> None:
     if options.check and options.graph != "eager":
         raise CastoffError(f"--check looks at every step from outside, and --graph {options.graph} hides it; use eager")
     try:
-        accelerator: bool = torch.cuda.is_available()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
     except ModuleNotFoundError:
         raise CastoffError("running needs torch: pip install 'castoff[run]'") from None
-    if options.device == "cuda" and not accelerator:
-        raise CastoffError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    if options.device != "cpu" and (accelerator is None or accelerator.type != options.device):
+        raise CastoffError(f"--device {options.device}: torch sees no such device here; use --device cpu")
     if options.graph == "cudagraph" and options.device != "cuda":
         raise CastoffError(f"--graph cudagraph needs --device cuda, got {options.device}; use --graph compile or eager")
     action = options.quantize_linear_action
