@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -43,22 +43,16 @@ class Launch:
     arguments: Mapping[str, Any]
     threads: int
     stages: int = 1
-    backend: Backend = field(default_factory=lambda: current_backend())
 
-    @property
-    def num_warps(self) -> int:
-        """Warps of a program on its backend."""
-        return max(1, self.threads // _WARP_THREADS[self.backend])
-
-    @property
-    def options(self) -> Mapping[str, Any]:
+    def options(self, backend: Backend) -> dict[str, Any]:
         """How it is compiled. Products are fused with sums, whatever the default of a version of Triton."""
-        return {"num_warps": self.num_warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        num_warps = max(1, self.threads // _WARP_THREADS[backend])
+        return {"num_warps": num_warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def run(self) -> None:
         """Launch on the current stream; a grid without programs is no launch."""
         if all(self.grid):
-            self.kernel[self.grid](**self.arguments, **self.options)
+            self.kernel[self.grid](**self.arguments, **self.options(current_backend()))
 
 
 def current_backend() -> Backend:

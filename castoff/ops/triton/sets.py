@@ -110,7 +110,7 @@ def distinct_in_set(heads_ptr, set_X, asked_X, SETS: tl.constexpr, SPAN: tl.cons
 @triton.jit
 def fill(ptr, value, first, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Write `value` to int32 `first` to COUNT - 1."""
-    for start in range(0, COUNT, BLOCK):
+    for start in range(first // BLOCK * BLOCK, COUNT, BLOCK):
         index_X = start + tl.arange(0, BLOCK)
         tl.store(ptr + index_X, value, mask=(index_X >= first) & (index_X < COUNT))
 

@@ -1,0 +1,83 @@
+"""Kernels run compiled where torch finds a GPU, and in Triton's interpreter on CPU tensors where it finds none.
+
+Triton decides when its modules and the kernels are imported, so both are imported here, with the variable set for as
+long as that takes. Other tests of this process do not see it.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import reason_without_gpu
+
+INTERPRETED = reason_without_gpu() is not None
+_VARIABLE = "TRITON_INTERPRET"
+_KERNELS = ("attention", "plan_direct", "plan_gather", "plan_serve", "rows")
+# Integers that look like no id, row or count, and are no address of any tensor.
+_POISON = 0x5A5A5A5A
+
+
+def _import_kernels() -> str | None:
+    """Import them as they are to run; returns why they cannot, None if they can."""
+    if INTERPRETED and "triton" in sys.modules and os.environ.get(_VARIABLE) != "1":
+        return "triton was imported to compile before it could be imported to interpret: run this folder by itself"
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED:
+            patch.setenv(_VARIABLE, "1")
+        for name in _KERNELS:
+            importlib.import_module(f"castoff.ops.triton.{name}")
+    return None
+
+
+_FAULT = _import_kernels()
+
+
+def _multiply(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    """tl.dot; the interpreter's own takes the bits of bf16 for integers."""
+    import numpy as np
+    from triton.runtime.interpreter import TensorHandle
+
+    def numbers(handle: Any) -> Any:
+        bits = handle.data
+        return (bits.astype(np.uint32) << 16).view(np.float32) if str(handle.dtype) == "bf16" else bits
+
+    return TensorHandle(np.matmul(numbers(a), numbers(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if _FAULT is not None:
+        pytest.fail(_FAULT)
+    if INTERPRETED:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        monkeypatch.setenv(_VARIABLE, "1")
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", _multiply)
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote holds nothing that a result could hold."""
+
+    def poisoned(allocate: Any) -> Any:
+        def allocated(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor: torch.Tensor = allocate(*args, **kwargs)
+            value = float("nan") if tensor.is_floating_point() else _POISON & torch.iinfo(tensor.dtype).max
+            return tensor.fill_(value)
+
+        return allocated
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def device() -> Iterator[str]:
+    """Where the tensors of a kernel are."""
+    yield "cpu" if INTERPRETED else "cuda"
