@@ -202,7 +202,7 @@ def _resources(asm: Mapping[str, Any], target: Target) -> tuple[int | None, int 
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(asm["cubin"])
-        command = [tool, "--dump-resource-usage", cubin]
+        command = [str(tool), "--dump-resource-usage", str(cubin)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = dict(re.findall(r"(REG|STACK):(\d+)", text))
     return int(found["REG"]), int(found["STACK"])
@@ -215,7 +215,7 @@ def compile_all(target: Target) -> list[Compiled]:
 
 def table(rows: list[Compiled]) -> str:
     """One line per kernel and target."""
-    cells = [("kernel", "target", "threads", "shared bytes", "registers", "stack bytes")]
+    cells: list[tuple[str, ...]] = [("kernel", "target", "threads", "shared bytes", "registers", "stack bytes")]
     for row in rows:
         counts = (row.threads, row.shared_bytes, row.registers, row.stack_bytes)
         cells.append((row.kernel, row.target, *("unknown" if count is None else str(count) for count in counts)))

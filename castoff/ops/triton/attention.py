@@ -89,9 +89,7 @@ def sparse_attention_kernel(
         read_N = code_N >= 0
         value_N = _pick(values_ptr, staged_values_ptr, code_N, layer_rows, VALUE_STRIDE, STAGED, ALIGNMENT)
         key_N = _pick(keys_ptr, staged_keys_ptr, code_N, layer_rows, KEY_STRIDE, STAGED, ALIGNMENT)
-        value_NR = tl.load(
-            value_N[:, None] + rank_R[None, :], mask=read_N[:, None] & (rank_R < RANK)[None, :], other=0
-        )
+        value_NR = tl.load(value_N[:, None] + rank_R[None, :], mask=read_N[:, None] & (rank_R < RANK)[None, :], other=0)
         key_NP = tl.load(
             key_N[:, None] + KEY_START + rope_P[None, :], mask=read_N[:, None] & (rope_P < ROPE)[None, :], other=0
         ).to(dtype)
@@ -123,7 +121,9 @@ def sparse_attention_kernel(
     tl.store(lse_ptr + token * heads + head_H, lse_H, mask=head_H < heads)
 
 
-def _stores(store_LD: torch.Tensor, rank: int, rope: int, row_format: RowFormat) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:
+def _stores(
+    store_LD: torch.Tensor, rank: int, rope: int, row_format: RowFormat
+) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:
     """A store as values, keys and scales, and where in a row each of them stands."""
     width = store_LD.shape[-1]
     if row_format == "plain":
@@ -206,8 +206,9 @@ def sparse_attention(
         s_tk  = (q_latent_th · latent_row + q_rope_th · key_row) · softmax_scale        row = rows_tk, none for -1
         out_th = sum_k softmax(s)_tk · latent_row
 
-    q: (T, H, R + P), brought into the latent space. rows: int32 codes (T, K), rows of `region` but for its last one, and
-    from there on rows of `staging`. row_format: of both stores, (rows, R + P) numbers or (rows, bytes) uint8.
+    q: (T, H, R + P), brought into the latent space. rows: int32 codes (T, K); a code is a row of `region`, of which the
+    last is spare, and from that one's number on a row of `staging`. row_format: of both stores, which are (rows, R + P)
+    numbers or (rows, bytes) uint8.
     A token without any row gets zeros, and minus infinity as the logarithm.
     """
     launch, outputs = sparse_attention_launch(

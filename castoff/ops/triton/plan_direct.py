@@ -93,7 +93,7 @@ def _look_up(
 def _rankth_least(key_XW, rank_X, first_X, WAYS: tl.constexpr):
     """The least key of each row but for `rank` lesser ones, (X,); NEVER where there are not so many. Keys differ."""
     depth = tl.minimum(tl.max(tl.where(first_X, rank_X, 0)), WAYS)
-    for taken in range(0, depth):
+    for taken in range(depth):
         least_X = tl.min(key_XW, axis=1)
         drop_XW = (taken < rank_X)[:, None] & (key_XW == least_X[:, None])
         key_XW = tl.where(drop_XW, NEVER, key_XW)
@@ -231,8 +231,8 @@ def plan_direct_kernel(
     fill(hit_ways_ptr, 0, 0, SETS, BLOCK)
     tl.debug_barrier()
     hits, window_reads, misses = _look_up(
-        topk_ptr + request * POSITIONS, slot_mapping_ptr + request * QUERIES, length, now, tags_ptr, used_ptr, marks_ptr,
-        pool_row, pool_rows + slot * RING, rows_ptr,
+        topk_ptr + request * POSITIONS, slot_mapping_ptr + request * QUERIES, length, now,
+        tags_ptr, used_ptr, marks_ptr, pool_row, pool_rows + slot * RING, rows_ptr,
         heads_ptr, hit_ways_ptr, miss_ids_ptr, miss_places_ptr, states_ptr,
         QUERIES, TOPK, SETS, WAYS, RING, POLICY, WAYS_POW2, SPAN, BLOCK,
     )  # fmt: skip
@@ -266,7 +266,7 @@ def plan_direct_launch(
 ) -> tuple[Launch, tuple[torch.Tensor, ...]]:  # fmt: skip
     """The launch of `plan_direct`, and the tensors that it will write."""
     batch, (tokens, topk) = request_slots_B.shape[0], topk_TK.shape
-    queries = tokens // batch
+    queries = tokens // max(1, batch)
     positions, pool_tokens = queries * topk, sizes.sets * sizes.ways
     assert sizes.policy in ("fifo", "lru", "clock"), f"no such policy of a set: {sizes.policy}"
     assert positions <= MAX_POSITIONS, f"a plan has at most {MAX_POSITIONS} ids per request, got {positions}"
@@ -299,8 +299,7 @@ def plan_direct(
     tags_RNW: torch.Tensor, used_RNW: torch.Tensor, hands_RN: torch.Tensor, marks_RN: torch.Tensor,
     sizes: PoolShape,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Plan a step of `direct`: rows (T, K), fetch ids (B, X), fetch rows (B, X), counts (B,), stats (B, 7); all int32.
-    """
+    """Rows (T, K), fetch ids and rows (B, X) each, counts (B,), stats (B, 7), all int32; changes the group state."""
     launch, outputs = plan_direct_launch(
         topk_TK, slot_mapping_T, seq_lens_B, committed_B, request_slots_B, ring_first_B,
         tags_RNW, used_RNW, hands_RN, marks_RN, sizes,

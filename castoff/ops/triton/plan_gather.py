@@ -1,6 +1,7 @@
 """gather_plan: what the previous step's selection leaves of this one's, for every query by itself.
 
-Axes: B requests of a call, S queries of each, T = B·S, K top-k columns, X = S·K, R request slots, W = K_max buffer rows.
+Axes: B requests of a call, S queries of each, T = B·S, K top-k columns, X = S·K, R request slots, W buffer rows
+(the most columns of any call).
 
 One program plans one request, query after query. Ids are found through chains: every entry of a hash bucket links to
 the one that entered before it. In which order entries get in is left to the device, and changes no result: a look-up
@@ -69,7 +70,9 @@ def _look_up(
 
 
 @triton.jit
-def _count_kinds(topk_ptr, kinds_ptr, heads_ptr, links_ptr, POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr):
+def _count_kinds(
+    topk_ptr, kinds_ptr, heads_ptr, links_ptr, POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Hits, distinct hits, misses and distinct misses of a request; an id is distinct once per kind."""
     fill(heads_ptr, NONE, 0, BUCKETS, BLOCK)
     tl.debug_barrier()
@@ -129,7 +132,7 @@ def plan_gather_kernel(
     kept_ptr = orders_ptr + TOPK
     free_ptr = kept_ptr + WAYS
     count = 0
-    for query in range(0, QUERIES):
+    for query in range(QUERIES):
         stored = tl.load(slot_mapping_ptr + request * QUERIES + query)
         # A padding token has no last visible id, and a buffer of no rows: it reads nothing and frees nothing.
         last = tl.where(stored >= 0, length - QUERIES + query, NONE)
@@ -186,7 +189,7 @@ def plan_gather_launch(
 ) -> tuple[Launch, tuple[torch.Tensor, ...]]:  # fmt: skip
     """The launch of `plan_gather`, and the tensors that it will write."""
     batch, (tokens, topk) = request_slots_B.shape[0], topk_TK.shape
-    queries = tokens // batch
+    queries = tokens // max(1, batch)
     positions = queries * topk
     assert positions <= MAX_POSITIONS, f"a plan has at most {MAX_POSITIONS} ids per request, got {positions}"
     assert queries <= sizes.sets, f"{sizes.sets} buffers per request, and {queries} queries"

@@ -1,4 +1,4 @@
-"""serve_plan and install_metadata: the published path, which reads every row into a selection buffer and installs later.
+"""serve_plan and install_metadata: the published path, which reads into a selection buffer and installs later.
 
 Axes: B requests of a call, S queries of each, T = B·S, K top-k columns, X = S·K, R request slots, N sets, W ways.
 
@@ -165,7 +165,7 @@ def plan_serve_launch(
 ) -> tuple[Launch, tuple[torch.Tensor, ...]]:  # fmt: skip
     """The launch of `plan_serve`, and the tensors that it will write."""
     batch, (tokens, topk) = request_slots_B.shape[0], topk_TK.shape
-    queries = tokens // batch
+    queries = tokens // max(1, batch)
     positions = queries * topk
     assert positions <= MAX_POSITIONS, f"a plan has at most {MAX_POSITIONS} ids per request, got {positions}"
     assert sizes.ways <= 32, "the ways of a set are the bits of one int32"

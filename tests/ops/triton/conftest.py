@@ -7,7 +7,6 @@ long as that takes. Other tests of this process do not see it.
 import importlib
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +98,6 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def device() -> Iterator[str]:
+def device() -> str:
     """Where the tensors of a kernel are."""
-    yield "cpu" if INTERPRETED else "cuda"
+    return "cpu" if INTERPRETED else "cuda"

@@ -111,16 +111,17 @@ class Decode:
         topk = [self._select(slot, length) for slot, length in zip(slots, committed, strict=True)]
         for slot in slots:
             self.lengths[slot] += rng.randint(1, self.queries)
-        long = {"dtype": torch.int64}
-        committed_B = torch.tensor(committed, **long)
+        stored = [rng.choice((0, 7, 2**40)) if rng.random() < 0.9 else -1 for _ in range(self.batch * self.queries)]
+        window = self.sizes.ring_tokens - self.queries
+        committed_B = torch.tensor(committed)
         return Step(
             topk=torch.tensor(topk, dtype=torch.int32).view(-1, self.topk),
-            slot_mapping=torch.tensor([rng.choice((0, 7, 2**40)) if rng.random() < 0.9 else -1 for _ in range(self.batch * self.queries)], **long),
+            slot_mapping=torch.tensor(stored),
             seq_lens=committed_B + self.queries,
             committed=committed_B,
-            request_slots=torch.tensor(slots, **long),
-            ring_first=torch.tensor([max(0, n - rng.randint(0, self.sizes.ring_tokens - self.queries)) for n in committed], **long),
-        )  # fmt: skip
+            request_slots=torch.tensor(slots),
+            ring_first=torch.tensor([max(0, length - rng.randint(0, window)) for length in committed]),
+        )
 
     def _select(self, slot: int, committed: int) -> list[list[int]]:
         """Per query, mostly different ids up to one beyond what it may see, and a tail or holes of -1."""
@@ -130,7 +131,9 @@ class Decode:
         self.wanted[slot] = pool[: 2 * self.topk]
         rows = []
         for _ in range(self.queries):
-            ids = pool[: rng.randint(0, self.topk)] if rng.random() < 0.3 else rng.sample(pool, rng.randint(0, self.topk))
+            ids = (
+                pool[: rng.randint(0, self.topk)] if rng.random() < 0.3 else rng.sample(pool, rng.randint(0, self.topk))
+            )
             if rng.random() < 0.9:
                 ids = list(dict.fromkeys(ids))
             ids = [id if rng.random() < 0.95 else -1 for id in ids]

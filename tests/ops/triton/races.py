@@ -44,34 +44,31 @@ class Accesses:
         self.operation += 1
 
     def table(self) -> np.ndarray:
-        """By address, then in the order of access."""
-        rows = np.concatenate(self._rows, axis=1)
-        return rows[:, np.argsort(rows[0], kind="stable")]
+        """All of them, one per column."""
+        return np.concatenate(self._rows, axis=1)
 
 
 def races(table: np.ndarray) -> np.ndarray:
     """Addresses that are accessed without a barrier between, at least one access being a write or atomic."""
-    address, program, interval, _, kind, value = table
-    found = []
-    for columns in _groups(address):
-        for one_program in ([columns] if np.unique(program[columns]).size > 1 else _groups_within(columns, interval)):
-            kinds = set(kind[one_program].tolist())
-            written = value[one_program][kind[one_program] == _WRITE]
-            alike = kinds == {_WRITE} and np.unique(written).size == 1
-            if kinds not in ({_READ}, {_ATOMIC}) and not alike and one_program.size > 1:
-                found.append(address[one_program[0]])
-    return np.array(found, dtype=np.int64)
+    table = table[:, np.argsort(table[0], kind="stable")]
+    address, program, interval, _, _, _ = table
+    starts = _starts(address)
+    shared = np.minimum.reduceat(program, starts) != np.maximum.reduceat(program, starts)
+    # No barrier helps where programs share an address.
+    interval = np.where(np.repeat(shared, np.diff(starts, append=address.size)), 0, interval)
+    order = np.lexsort((interval, address))
+    starts = np.union1d(_starts(address[order]), _starts(interval[order]))
+    _, _, _, _, kind, value = table[:, order]
+    reads, writes, atomics = (np.logical_or.reduceat(kind == each, starts) for each in (_READ, _WRITE, _ATOMIC))
+    least = np.minimum.reduceat(np.where(kind == _WRITE, value, np.iinfo(np.int64).max), starts)
+    most = np.maximum.reduceat(np.where(kind == _WRITE, value, np.iinfo(np.int64).min), starts)
+    racing = (writes & (reads | atomics | (least != most))) | (reads & atomics)
+    return np.unique(address[order][starts[racing]])
 
 
-def _groups(keys: np.ndarray) -> Iterator[np.ndarray]:
-    """Indices of equal neighbours."""
-    cuts = np.flatnonzero(np.diff(keys)) + 1
-    yield from np.split(np.arange(keys.size), cuts)
-
-
-def _groups_within(columns: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
-    order = columns[np.argsort(keys[columns], kind="stable")]
-    return [order[part] for part in _groups(keys[order])]
+def _starts(keys: np.ndarray) -> np.ndarray:
+    """Where runs of equal keys begin."""
+    return np.concatenate([[0], np.flatnonzero(np.diff(keys)) + 1])
 
 
 def check(launch: Launch, *, benign: Iterable[torch.Tensor] = ()) -> None:
@@ -117,7 +114,9 @@ def _watched() -> Iterator[Accesses]:
             patch.setattr(InterpreterBuilder, name, watched)
 
         watch("create_masked_load", lambda ptrs, mask, *_: accesses.add(_READ, ptrs.data, mask.data, 0))
-        watch("create_masked_store", lambda ptrs, value, mask, *_: accesses.add(_WRITE, ptrs.data, mask.data, value.data))
+        watch(
+            "create_masked_store", lambda ptrs, value, mask, *_: accesses.add(_WRITE, ptrs.data, mask.data, value.data)
+        )
         watch("create_atomic_rmw", lambda _, ptr, value, mask, *__: accesses.add(_ATOMIC, ptr.data, mask.data, 0))
         watch("create_barrier", lambda: accesses.barrier())
         watch("set_grid_idx", lambda *_: accesses.next_program())

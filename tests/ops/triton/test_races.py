@@ -15,7 +15,7 @@ from castoff.ops.triton.plan_gather import plan_gather_launch
 from castoff.ops.triton.plan_serve import install_metadata_launch, plan_serve_launch
 from tests.ops.triton import races
 from tests.ops.triton.conftest import INTERPRETED
-from tests.ops.triton.plans import Decode, Sizes, State
+from tests.ops.triton.plans import Decode, Sizes, State, Step
 
 pytestmark = [
     pytest.mark.numerics,
@@ -40,9 +40,17 @@ def test_plan_direct(policy: str) -> None:
 
 
 def test_plan_direct_of_several_blocks() -> None:
-    sizes = Sizes(requests=1, sets=300, ways=4, ring_tokens=16, staging_rows=2400, policy="clock")
+    """More positions and misses than a block has."""
+    sizes = Sizes(requests=1, sets=200, ways=4, ring_tokens=16, staging_rows=1200, policy="clock")
     state = State.empty(sizes)
-    for step in Decode(rng=Random(0), sizes=sizes, batch=1, queries=2, topk=1200, longest=4000).steps(2):
+    generator = torch.Generator().manual_seed(0)
+    for committed in (3000, 3001):
+        step = Step(
+            topk=torch.randint(0, committed, (2, 600), dtype=torch.int32, generator=generator),
+            slot_mapping=torch.zeros(2, dtype=torch.int64), seq_lens=torch.tensor([committed + 2]),
+            committed=torch.tensor([committed]), request_slots=torch.tensor([0]),
+            ring_first=torch.tensor([committed - 10]),
+        )  # fmt: skip
         launch, _ = plan_direct_launch(
             step.topk, step.slot_mapping, step.seq_lens, step.committed, step.request_slots, step.ring_first,
             *state.tensors(), sizes,
