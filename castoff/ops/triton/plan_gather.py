@@ -17,7 +17,6 @@ import triton.language as tl
 from castoff.ops.triton.launch import Launch, PoolShape, power_of_two
 from castoff.ops.triton.sets import MAX_POSITIONS, NEVER, NONE, NUM_STATS, THREADS, fill, store_stats
 
-_BLOCK = 2 * THREADS
 _NO_READ = tl.constexpr(0)
 _HIT = tl.constexpr(1)
 _MISS = tl.constexpr(2)
@@ -205,7 +204,7 @@ def plan_gather_launch(
         "rows_ptr": rows_TK, "fetch_ids_ptr": fetch_ids_BX, "fetch_rows_ptr": fetch_rows_BX,
         "counts_ptr": counts_B, "stats_ptr": stats_BC, "scratch_ptr": topk_TK.new_empty(batch, scratch),
         "QUERIES": queries, "TOPK": topk, "SETS": sizes.sets, "WAYS": sizes.ways,
-        "BUCKETS": buckets, "SCRATCH": scratch, "BLOCK": _BLOCK,
+        "BUCKETS": buckets, "SCRATCH": scratch, "BLOCK": THREADS,
     }  # fmt: skip
     launch = Launch(kernel=plan_gather_kernel, grid=(batch,), arguments=arguments, threads=THREADS)
     return launch, (rows_TK, fetch_ids_BX, fetch_rows_BX, counts_B, stats_BC)

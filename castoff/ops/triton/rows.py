@@ -20,8 +20,11 @@ _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _THREADS = 128
 # Registers bound a tile.
 _TILE_BYTES = 16_384
-# Programs that a list is spread over, all requests together: a few per multiprocessor.
-_LIST_PROGRAMS = 1024
+# A program has 8 rows of 1152 bytes under way, and waits 2 µs or so for a link: this many keep one of 100 GB/s busy, and
+# leave half of a large device's multiprocessors to whoever computes meanwhile.
+LINK_PROGRAMS = 64
+# A few per multiprocessor, for copies within the device's memory.
+_DEVICE_PROGRAMS = 1024
 
 
 @triton.jit
@@ -49,34 +52,34 @@ def _host_rows(block_table_ptr, id_X, mask_X, block_tokens):
 @triton.jit
 def offload_fetch_kernel(
     host_ptr, block_tables_ptr, request_slots_ptr, fetch_ids_ptr, fetch_rows_ptr, counts_ptr, region_ptr, staging_ptr,
-    columns, table_columns, block_tokens, pool_rows, layer_rows, ring_tokens,
+    batch, columns, table_columns, block_tokens, pool_rows, layer_rows, ring_tokens,
     STAGED: tl.constexpr, WIDTH: tl.constexpr, WIDTH_POW2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (request, part): every part-th group of ROWS entries of the request's list."""
-    request = tl.program_id(0)
-    count = tl.load(counts_ptr + request)
-    slot = tl.maximum(tl.load(request_slots_ptr + request).to(tl.int32), 0)
-    block_tables_ptr += request * table_columns
-    fetch_ids_ptr += request * columns
-    fetch_rows_ptr += request * columns
-    for start in range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS):
-        index_X = start + tl.arange(0, ROWS)
-        listed_X = index_X < count
-        id_X = tl.load(fetch_ids_ptr + index_X, mask=listed_X, other=NONE)
-        row_X = tl.load(fetch_rows_ptr + index_X, mask=listed_X, other=0)
-        from_host_X = id_X >= 0
-        from_ring_X = id_X <= RING_POSITION
-        host_row_X = _host_rows(block_tables_ptr, id_X, from_host_X, block_tokens)
-        ring_row_X = pool_rows + slot * ring_tokens + (RING_POSITION - id_X) % ring_tokens
-        words_XD = _load_rows(host_ptr, host_row_X, from_host_X, WIDTH, WIDTH_POW2)
-        # A masked load leaves zeros.
-        words_XD |= _load_rows(region_ptr, ring_row_X, from_ring_X, WIDTH, WIDTH_POW2)
-        if STAGED:
-            kept_X = listed_X & (row_X < layer_rows)
-            _store_rows(staging_ptr, row_X - layer_rows, words_XD, listed_X & (row_X >= layer_rows), WIDTH, WIDTH_POW2)
-        else:
+    """Programs (request, part), or fewer than there are requests: each goes on to the next one that has none.
+
+    A program copies every part-th group of ROWS entries of a request's list.
+    """
+    for request in range(tl.program_id(0), batch, tl.num_programs(0)):
+        count = tl.load(counts_ptr + request)
+        slot = tl.maximum(tl.load(request_slots_ptr + request).to(tl.int32), 0)
+        for start in range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS):
+            index_X = start + tl.arange(0, ROWS)
+            listed_X = index_X < count
+            id_X = tl.load(fetch_ids_ptr + request * columns + index_X, mask=listed_X, other=NONE)
+            row_X = tl.load(fetch_rows_ptr + request * columns + index_X, mask=listed_X, other=0)
+            from_host_X = id_X >= 0
+            from_ring_X = id_X <= RING_POSITION
+            host_row_X = _host_rows(block_tables_ptr + request * table_columns, id_X, from_host_X, block_tokens)
+            ring_row_X = pool_rows + slot * ring_tokens + (RING_POSITION - id_X) % ring_tokens
+            words_XD = _load_rows(host_ptr, host_row_X, from_host_X, WIDTH, WIDTH_POW2)
+            # A masked load leaves zeros.
+            words_XD |= _load_rows(region_ptr, ring_row_X, from_ring_X, WIDTH, WIDTH_POW2)
             kept_X = listed_X
-        _store_rows(region_ptr, row_X, words_XD, kept_X, WIDTH, WIDTH_POW2)
+            if STAGED:
+                kept_X = listed_X & (row_X < layer_rows)
+                staged_X = listed_X & (row_X >= layer_rows)
+                _store_rows(staging_ptr, row_X - layer_rows, words_XD, staged_X, WIDTH, WIDTH_POW2)
+            _store_rows(region_ptr, row_X, words_XD, kept_X, WIDTH, WIDTH_POW2)
 
 
 @triton.jit
@@ -156,14 +159,16 @@ def _tile(words: torch.Tensor, rows: int) -> dict[str, int]:
     return {"WIDTH": width, "WIDTH_POW2": padded, "ROWS": min(power_of_two(rows), most)}
 
 
-def _list_grid(batch: int, columns: int, rows: int) -> tuple[int, int]:
-    return (batch, min(ceil_div(_LIST_PROGRAMS, max(batch, 1)), ceil_div(columns, rows)))
+def _list_grid(batch: int, columns: int, rows: int, programs: int) -> tuple[int, int]:
+    """Requests and parts of their lists: as many parts as `programs` need to be busy."""
+    return (batch, min(ceil_div(programs, max(batch, 1)), ceil_div(columns, rows)))
 
 
 def offload_fetch_launch(
     host_PTD: torch.Tensor, block_tables_BN: torch.Tensor, request_slots_B: torch.Tensor,
     fetch_ids_BX: torch.Tensor, fetch_rows_BX: torch.Tensor, counts_B: torch.Tensor,
     region_LD: torch.Tensor, staging_GD: torch.Tensor | None, *, pool_rows: int, ring_tokens: int,
+    programs: int = LINK_PROGRAMS,
 ) -> Launch:  # fmt: skip
     """The launch of `offload_fetch`."""
     host, region, staging = _words(host_PTD, region_LD, staging_GD)
@@ -175,11 +180,12 @@ def offload_fetch_launch(
         "host_ptr": host, "block_tables_ptr": block_tables_BN, "request_slots_ptr": request_slots_B,
         "fetch_ids_ptr": fetch_ids_BX, "fetch_rows_ptr": fetch_rows_BX, "counts_ptr": counts_B,
         "region_ptr": region, "staging_ptr": region if staging is None else staging,
-        "columns": columns, "table_columns": block_tables_BN.shape[1], "block_tokens": host.shape[1],
+        "batch": batch, "columns": columns, "table_columns": block_tables_BN.shape[1], "block_tokens": host.shape[1],
         "pool_rows": pool_rows, "layer_rows": region.shape[0] - 1, "ring_tokens": max(1, ring_tokens),
         "STAGED": staging is not None, **tile,
     }  # fmt: skip
-    grid = _list_grid(batch, columns, tile["ROWS"])
+    requests, parts = _list_grid(batch, columns, tile["ROWS"], programs)
+    grid = (min(requests, programs), parts)
     return Launch(kernel=offload_fetch_kernel, grid=grid, arguments=arguments, threads=_THREADS)
 
 
@@ -187,15 +193,17 @@ def offload_fetch(
     host_PTD: torch.Tensor, block_tables_BN: torch.Tensor, request_slots_B: torch.Tensor,
     fetch_ids_BX: torch.Tensor, fetch_rows_BX: torch.Tensor, counts_B: torch.Tensor,
     region_LD: torch.Tensor, staging_GD: torch.Tensor | None, *, pool_rows: int, ring_tokens: int,
+    programs: int = LINK_PROGRAMS,
 ) -> None:  # fmt: skip
     """Copy the rows of a fetch list to their places, from the host or, where they are promoted, from the ring.
 
     host: (blocks, tokens of a block, D), pinned. block_tables: int64 (B, blocks of a request). region: (rows, D), of
     which `pool_rows` are pool, then `ring_tokens` per request ring, and the last is spare; written, as is staging.
+    programs: how many share the copy, at most; more of them use more of the device, and a faster link.
     """
     offload_fetch_launch(
         host_PTD, block_tables_BN, request_slots_B, fetch_ids_BX, fetch_rows_BX, counts_B, region_LD, staging_GD,
-        pool_rows=pool_rows, ring_tokens=ring_tokens,
+        pool_rows=pool_rows, ring_tokens=ring_tokens, programs=programs,
     ).run()  # fmt: skip
 
 
@@ -240,7 +248,7 @@ def offload_install_launch(
         "selection_ptr": selection, "install_rows_ptr": install_rows_BX, "install_from_ptr": install_from_BX,
         "counts_ptr": counts_B, "region_ptr": region, "columns": columns, **tile,
     }  # fmt: skip
-    grid = _list_grid(batch, columns, tile["ROWS"])
+    grid = _list_grid(batch, columns, tile["ROWS"], _DEVICE_PROGRAMS)
     return Launch(kernel=offload_install_kernel, grid=grid, arguments=arguments, threads=_THREADS)
 
 

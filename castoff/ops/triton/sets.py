@@ -14,8 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A program is alone on its multiprocessor in a batch of a hundred requests, so it is wide.
-THREADS = 512
+# A program is alone on its multiprocessor in a batch of a hundred requests, so it is as wide as one can be. Blocks have
+# an element per thread: with two, Triton holds them in several orders, and moves them between through shared memory.
+THREADS = 1024
 MAX_POSITIONS = 32_768
 """Positions of a request: heads are pairs of smaller numbers in an int32."""
 # Registers bound a (positions, ways) tile.
@@ -37,7 +38,7 @@ NUM_STATS = tl.constexpr(7)
 
 def lookup_block(ways_pow2: int) -> int:
     """Positions that are looked up at once."""
-    return min(2 * THREADS, _LOOKUP_ELEMENTS // ways_pow2)
+    return min(THREADS, _LOOKUP_ELEMENTS // ways_pow2)
 
 
 @triton.jit

@@ -98,8 +98,9 @@ def test_fetch(row: tuple[int, torch.dtype], staged: bool, device: str) -> None:
     assert torch.equal(bits(stores.staging), staging)
 
 
-def test_fetch_of_many(row: tuple[int, torch.dtype], device: str) -> None:
-    """Lists of more entries than one program holds at once."""
+@pytest.mark.parametrize("programs", [1, 2, 64])
+def test_fetch_of_many(row: tuple[int, torch.dtype], programs: int, device: str) -> None:
+    """Lists of more entries than one program holds at once, and more requests than there are programs."""
     stores = Stores.random(row, device)
     columns = 67
     ids = [[(5 * j + b) % 12 for j in range(columns)] for b in range(3)]
@@ -113,6 +114,7 @@ def test_fetch_of_many(row: tuple[int, torch.dtype], device: str) -> None:
     offload_fetch(
         stores.host, stores.block_tables, ints([0, 1, 2], device, torch.int64), ints(ids, device), ints(rows, device),
         ints(counts, device), region, None, pool_rows=3 * columns, ring_tokens=0,
+        programs=programs,
     )  # fmt: skip
     assert torch.equal(bits(region), wanted)
 
