@@ -151,7 +151,7 @@ def _alignment(*stores: torch.Tensor | None) -> int:
         number
         for store in stores
         if store is not None
-        for number in (store.shape[-1] * store.element_size(), store.storage_offset() * store.element_size())
+        for number in (store.shape[-1] * store.element_size(), store.data_ptr())
     ]
     return gcd(16, *numbers)
 
@@ -206,9 +206,9 @@ def sparse_attention(
         s_tk  = (q_latent_th · latent_row + q_rope_th · key_row) · softmax_scale        row = rows_tk, none for -1
         out_th = sum_k softmax(s)_tk · latent_row
 
-    q: (T, H, R + P), brought into the latent space. rows: int32 codes (T, K); a code is a row of `region`, of which the
-    last is spare, and from that one's number on a row of `staging`. row_format: of both stores, which are (rows, R + P)
-    numbers or (rows, bytes) uint8.
+    q: (T, H, R + P), brought into the latent space. rows: int32 codes (T, K). A code is a row of `region`; with
+    staging, its codes begin at that of region's last row, which then has none. row_format: of both stores, which are
+    (rows, R + P) numbers or (rows, bytes) uint8.
     A token without any row gets zeros, and minus infinity as the logarithm.
     """
     launch, outputs = sparse_attention_launch(

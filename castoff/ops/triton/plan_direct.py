@@ -38,7 +38,6 @@ from castoff.ops.triton.sets import (
     fill,
     find_way,
     list_miss,
-    lookup_block,
     rank_misses,
     store_stats,
 )
@@ -287,7 +286,7 @@ def plan_direct_launch(
         "staging_rows": sizes.staging_rows,
         "QUERIES": queries, "TOPK": topk, "SETS": sizes.sets, "WAYS": sizes.ways, "RING": sizes.ring_tokens,
         "POLICY": sizes.policy, "WAYS_POW2": ways_pow2, "SPAN": power_of_two(positions), "SCRATCH": scratch,
-        "BLOCK": lookup_block(ways_pow2), "CHOICE_BLOCK": min(THREADS, _CHOICE_ELEMENTS // ways_pow2),
+        "BLOCK": THREADS, "CHOICE_BLOCK": min(THREADS, _CHOICE_ELEMENTS // ways_pow2),
     }  # fmt: skip
     launch = Launch(kernel=plan_direct_kernel, grid=(batch,), arguments=arguments, threads=THREADS)
     return launch, (rows_TK, fetch_ids_BX, fetch_rows_BX, counts_B, stats_BC)
@@ -299,7 +298,12 @@ def plan_direct(
     tags_RNW: torch.Tensor, used_RNW: torch.Tensor, hands_RN: torch.Tensor, marks_RN: torch.Tensor,
     sizes: PoolShape,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Rows (T, K), fetch ids and rows (B, X) each, counts (B,), stats (B, 7), all int32; changes the group state."""
+    """Rows (T, K), fetch ids and rows (B, X) each, counts (B,), stats (B, 7), all int32; changes the group state.
+
+    topk: int32 (T, K), -1 for none. slot_mapping: int64 (T,), negative for padding. seq_lens (this call's tokens among
+    them), committed, request_slots (-1 for padding) and ring_first: int64 (B,). Group state: int32. Positions are below
+    2^31 / W, so that a last use and a way fit in an int32. Results do not depend on the order in which threads run.
+    """
     launch, outputs = plan_direct_launch(
         topk_TK, slot_mapping_T, seq_lens_B, committed_B, request_slots_B, ring_first_B,
         tags_RNW, used_RNW, hands_RN, marks_RN, sizes,

@@ -25,7 +25,6 @@ from castoff.ops.triton.sets import (
     fill,
     find_way,
     list_miss,
-    lookup_block,
     rank_misses,
     store_stats,
 )
@@ -173,7 +172,6 @@ def plan_serve_launch(
     lists = tuple(topk_TK.new_empty(batch, positions) for _ in range(3))
     counts_B, stats_BC = topk_TK.new_empty(batch), topk_TK.new_empty(batch, NUM_STATS.value)
     scratch = 3 * sizes.sets + 3 * positions
-    ways_pow2 = power_of_two(sizes.ways)
     arguments = {
         "topk_ptr": topk_TK, "slot_mapping_ptr": slot_mapping_T, "seq_lens_ptr": seq_lens_B,
         "committed_ptr": committed_B, "request_slots_ptr": request_slots_B,
@@ -181,7 +179,7 @@ def plan_serve_launch(
         "install_ids_ptr": lists[0], "install_rows_ptr": lists[1], "install_from_ptr": lists[2],
         "counts_ptr": counts_B, "stats_ptr": stats_BC, "scratch_ptr": topk_TK.new_empty(batch, scratch),
         "QUERIES": queries, "TOPK": topk, "SETS": sizes.sets, "WAYS": sizes.ways,
-        "WAYS_POW2": ways_pow2, "SPAN": power_of_two(positions), "SCRATCH": scratch, "BLOCK": lookup_block(ways_pow2),
+        "WAYS_POW2": power_of_two(sizes.ways), "SPAN": power_of_two(positions), "SCRATCH": scratch, "BLOCK": THREADS,
     }  # fmt: skip
     launch = Launch(kernel=plan_serve_kernel, grid=(batch,), arguments=arguments, threads=THREADS)
     return launch, (sources_TK, *lists, counts_B, stats_BC)

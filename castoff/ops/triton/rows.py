@@ -20,8 +20,8 @@ _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _THREADS = 128
 # Registers bound a tile.
 _TILE_BYTES = 16_384
-# A program has 8 rows of 1152 bytes under way, and waits 2 µs or so for a link: this many keep one of 100 GB/s busy, and
-# leave half of a large device's multiprocessors to whoever computes meanwhile.
+# A program has 8 rows of 1152 bytes under way, and waits 2 µs or so for a link: this many keep one of 100 GB/s busy,
+# and leave half of a large device's multiprocessors to whoever computes meanwhile.
 LINK_PROGRAMS = 64
 # A few per multiprocessor, for copies within the device's memory.
 _DEVICE_PROGRAMS = 1024
@@ -142,7 +142,7 @@ def _words(*stores: torch.Tensor | None) -> list[torch.Tensor | None]:
     row_bytes = given[0].shape[-1] * given[0].element_size()
     word = max(
         size for size in _WORDS
-        if row_bytes % size == 0 and all(store.storage_offset() * store.element_size() % size == 0 for store in given)
+        if row_bytes % size == 0 and all(store.data_ptr() % size == 0 for store in given)
     )  # fmt: skip
     for store in given:
         assert store.is_contiguous(), "rows stand one after the other"

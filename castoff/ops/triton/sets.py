@@ -14,13 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A program is alone on its multiprocessor in a batch of a hundred requests, so it is as wide as one can be. Blocks have
-# an element per thread: with two, Triton holds them in several orders, and moves them between through shared memory.
 THREADS = 1024
+"""Threads of a plan, and elements of its blocks.
+
+A program is alone on its multiprocessor in a batch of a hundred requests, so it is as wide as one can be. With two
+elements per thread, Triton holds blocks in several orders, and moves them between these through shared memory.
+"""
 MAX_POSITIONS = 32_768
-"""Positions of a request: heads are pairs of smaller numbers in an int32."""
-# Registers bound a (positions, ways) tile.
-_LOOKUP_ELEMENTS = 16_384
+"""Positions of a request: a head is a pair of smaller numbers in an int32."""
 
 NONE = tl.constexpr(-1)
 """No row, no id; and the state of a miss that has no rank yet."""
@@ -34,11 +35,6 @@ RING_POSITION = tl.constexpr(-2)
 HOST_TOKEN = tl.constexpr(-2)
 """A source is NONE, a pool row, or HOST_TOKEN - id."""
 NUM_STATS = tl.constexpr(7)
-
-
-def lookup_block(ways_pow2: int) -> int:
-    """Positions that are looked up at once."""
-    return min(THREADS, _LOOKUP_ELEMENTS // ways_pow2)
 
 
 @triton.jit

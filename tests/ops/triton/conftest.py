@@ -100,4 +100,4 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def device() -> str:
     """Where the tensors of a kernel are."""
-    return "cpu" if INTERPRETED else "cuda"
+    return "cpu" if INTERPRETED else str(torch.accelerator.current_accelerator())

@@ -164,9 +164,9 @@ def test_large_scores_do_not_overflow(device: str) -> None:
 @pytest.mark.numerics
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
 @pytest.mark.parametrize("row_format", ACTIONS)
-def test_real_sizes(row_format: RowFormat, heads: int) -> None:
+def test_real_sizes(row_format: RowFormat, heads: int, device: str) -> None:
     case = Case.random(
-        row_format, torch.bfloat16, "cuda", tokens=8, heads=heads, rank=512, rope=64, topk=2048, stored=20_000,
+        row_format, torch.bfloat16, device, tokens=8, heads=heads, rank=512, rope=64, topk=2048, stored=20_000,
         staged=3000,
     )  # fmt: skip
     assert_close(case)

@@ -104,10 +104,10 @@ def test_padding_changes_nothing(device: str) -> None:
 @pytest.mark.numerics
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("queries", [1, 4])
-def test_real_sizes(queries: int, policy: str) -> None:
+def test_real_sizes(queries: int, policy: str, device: str) -> None:
     sizes = Sizes(requests=12, sets=512, ways=16, ring_tokens=64, staging_rows=queries * 2048, policy=policy)
     decode = Decode(rng=Random(queries), sizes=sizes, batch=8, queries=queries, topk=2048, longest=60_000)
-    check(decode, 4, "cuda")
+    check(decode, 4, device)
 
 
 @pytest.mark.gpu

@@ -1,12 +1,15 @@
 """plan_gather against its definition, bit for bit: outputs and tags, over several steps."""
 
 from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from castoff.ops.triton.plan_gather import plan_gather
 from tests.ops.triton import plans
+from tests.ops.triton.conftest import INTERPRETED
 from tests.ops.triton.plans import Decode, Sizes, assert_equal
 
 OUTPUTS = "rows fetch_ids fetch_rows counts stats"
@@ -55,10 +58,29 @@ def test_buffers_of_several_blocks(device: str) -> None:
     check(Decode(rng=Random(0), sizes=sizes, batch=1, queries=2, topk=1200, longest=3000), 3, device)
 
 
+@pytest.mark.numerics
+@pytest.mark.skipif(not INTERPRETED, reason="a device has its own order")
+def test_order_of_atomics_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device lets threads enter chains in any order; the interpreter, in that of the block but for this test."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    in_order, rng = InterpreterBuilder.create_atomic_rmw, np.random.default_rng(0)
+
+    def in_any_order(builder: Any, operation: Any, ptr: Any, value: Any, mask: Any, *how: Any) -> Any:
+        order = rng.permutation(ptr.data.size)
+        moved = [TensorHandle(x.data.ravel()[order], x.dtype) for x in (ptr, value, mask)]
+        before = in_order(builder, operation, *moved, *how)
+        return TensorHandle(before.data[order.argsort()].reshape(ptr.data.shape), before.dtype)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", in_any_order)
+    sizes = Sizes(requests=2, sets=3, ways=40, policy="previous")
+    check(Decode(rng=Random(2), sizes=sizes, batch=2, queries=3, topk=40, longest=90), 4, "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.numerics
 @pytest.mark.parametrize("queries", [1, 4])
-def test_real_sizes(queries: int) -> None:
+def test_real_sizes(queries: int, device: str) -> None:
     sizes = Sizes(requests=6, sets=4, ways=2048, ring_tokens=64, policy="previous")
     decode = Decode(rng=Random(queries), sizes=sizes, batch=4, queries=queries, topk=2048, longest=60_000)
-    check(decode, 4, "cuda")
+    check(decode, 4, device)

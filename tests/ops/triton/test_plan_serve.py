@@ -65,7 +65,7 @@ def test_a_plan_changes_nothing(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.numerics
 @pytest.mark.parametrize("queries", [1, 4])
-def test_real_sizes(queries: int) -> None:
+def test_real_sizes(queries: int, device: str) -> None:
     sizes = Sizes(requests=12, sets=512, ways=16, ring_tokens=64)
     decode = Decode(rng=Random(queries), sizes=sizes, batch=8, queries=queries, topk=2048, longest=60_000)
-    check(decode, 4, "cuda")
+    check(decode, 4, device)
