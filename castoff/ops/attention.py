@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import lazy_loader as lazy
 
 from castoff.dims import Dim
+from castoff.ops import accelerator
 from castoff.ops.cache_rows import SCORE_ELEMENTS, latent_values
 from castoff.ops.dsa_indexer import gather_request_rows, visible_positions
 from castoff.ops.lengths import Lengths
@@ -161,6 +162,11 @@ def _attend_rows(
     q_THX: Tensor, stored: Tensor, rows_TK: Tensor, staging: Tensor | None, sizes: AttentionSizes
 ) -> Tensor:
     """Over the given rows of each query alone, in their order; −1 is none, and rows past `stored`'s are staged ones."""
+    if not q_THX.is_cpu and accelerator.has_triton():
+        return accelerator.attend_rows(
+            q_THX, stored, rows_TK, staging, kv_lora_rank=sizes.kv_lora_rank, softmax_scale=sizes.softmax_scale,
+            cache=sizes.cache,
+        )  # fmt: skip
     allowed_TK = rows_TK >= 0
     pieces = []
     for part in _query_parts(q_THX.shape[0], rows_TK.shape[1] * max(sizes.heads, sizes.absorbed_head_dim)):

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import lazy_loader as lazy
 
+from castoff.ops import accelerator
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Part, Work
 from castoff.policy import arrays, direct, previous, published
@@ -187,20 +188,21 @@ def _metadata_reference(*inputs: Tensor, sizes: PoolSizes) -> tuple[()]:
 
 # The state is inputs 6 to 9: tags, used, hands, marks.
 PLAN_DIRECT = Op(
-    "offload_plan", "offload_plan", _shapes, _work, _direct_reference, outputs=5, mutates=(6, 7, 8, 9), opaque=True
-)
-PLAN_GATHER = Op("gather_plan", "offload_plan", _shapes, _work, _gather_reference, outputs=5, mutates=(6,), opaque=True)
-PLAN_SERVE = Op("serve_plan", "offload_plan", _shapes, _work, _serve_reference, outputs=6, opaque=True)
+    "offload_plan", "offload_plan", _shapes, _work, _direct_reference, outputs=5, mutates=(6, 7, 8, 9),
+    opaque=True, kernel=accelerator.plan_direct,
+)  # fmt: skip
+PLAN_GATHER = Op(
+    "gather_plan", "offload_plan", _shapes, _work, _gather_reference, outputs=5, mutates=(6,),
+    opaque=True, kernel=accelerator.plan_gather,
+)  # fmt: skip
+PLAN_SERVE = Op(
+    "serve_plan", "offload_plan", _shapes, _work, _serve_reference, outputs=6,
+    opaque=True, kernel=accelerator.plan_serve,
+)  # fmt: skip
 INSTALL_METADATA = Op(
-    "install_metadata",
-    "offload_plan",
-    lambda *_, **__: (),
-    _metadata_work,
-    _metadata_reference,
-    outputs=0,
-    mutates=(4, 5),
-    opaque=True,
-)
+    "install_metadata", "offload_plan", lambda *_, **__: (), _metadata_work, _metadata_reference, outputs=0,
+    mutates=(4, 5), opaque=True, kernel=accelerator.install_metadata,
+)  # fmt: skip
 
 
 def plan_direct(topk_TK: Tensor, inputs: PlanInputs, state: PoolState, sizes: PoolSizes) -> RowPlan:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import lazy_loader as lazy
 
-from castoff.ops import row_copies
+from castoff.ops import accelerator, row_copies
 from castoff.ops.attention import row_slots
 from castoff.ops.offload_plan import PoolSizes, RowPlan, ServePlan
 from castoff.ops.program import Abstract, Op, OpCall, Tensor
@@ -120,19 +120,19 @@ def _range_work(call: OpCall) -> Work:
 
 OFFLOAD_FETCH = Op(
     "offload_fetch", "offload_rows", _no_shapes, _list_work(0, 3), _fetch_reference, outputs=0, mutates=(6, 7),
-    opaque=True, cpu_kernel=row_copies.fetch,
+    opaque=True, kernel=accelerator.fetch, cpu_kernel=row_copies.fetch,
 )  # fmt: skip
 OFFLOAD_SERVE = Op(
     "offload_serve", "offload_rows", _no_shapes, _list_work(0, 2), _serve_reference, outputs=0, mutates=(4,),
-    opaque=True, cpu_kernel=row_copies.serve,
+    opaque=True, kernel=accelerator.serve, cpu_kernel=row_copies.serve,
 )  # fmt: skip
 OFFLOAD_INSTALL = Op(
     "offload_install", "offload_rows", _no_shapes, _list_work(0, 1), _install_reference, outputs=0, mutates=(4,),
-    opaque=True, cpu_kernel=row_copies.install,
+    opaque=True, kernel=accelerator.install, cpu_kernel=row_copies.install,
 )  # fmt: skip
 HOST_ROW_WRITE = Op(
     "host_row_write", "offload_rows", _no_shapes, _list_work(0, 1), _write_reference, outputs=0, mutates=(2,),
-    opaque=True,
+    opaque=True, kernel=accelerator.write_to_host,
 )  # fmt: skip
 STORE_ROWS = Op(
     "store_rows", "offload_rows", _no_shapes, _range_work, _store_reference, outputs=0, mutates=(1,), opaque=True

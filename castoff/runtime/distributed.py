@@ -74,7 +74,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:h
 def joined(device: str) -> Iterator[World]:
     """Meet the other processes of torchrun; alone without torchrun.
 
-    device: "cpu" talks through gloo, "cuda" through NCCL and "npu" through HCCL, each process on the device of its local
+    device: "cpu" talks through gloo, "cuda" through NCCL, "npu" through HCCL, each process on the device of its local
     rank. Raises CastoffError where there is no such device, or where torchrun's variables are not all there.
     """
     size = _variable("WORLD_SIZE", "1")

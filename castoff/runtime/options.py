@@ -9,6 +9,7 @@ from typing import Literal
 import lazy_loader as lazy
 
 from castoff.errors import CastoffError
+from castoff.ops.accelerator import require_triton
 from castoff.ops.quantization import RUNNABLE_ACTIONS
 from castoff.runtime.graphs import GraphMode
 from castoff.runtime.sampling import Sampling
@@ -98,6 +99,8 @@ def check_options(options: RunOptions, offload: Offload) -> None:
         raise CastoffError("running needs torch: pip install 'castoff[run]'") from None
     if options.device != "cpu" and (accelerator is None or accelerator.type != options.device):
         raise CastoffError(f"--device {options.device}: torch sees no such device here; use --device cpu")
+    if options.device != "cpu" and offload.offloads:
+        require_triton(f"--offload {offload.offload}")
     if options.graph == "cudagraph" and options.device != "cuda":
         raise CastoffError(f"--graph cudagraph needs --device cuda, got {options.device}; use --graph compile or eager")
     action = options.quantize_linear_action
