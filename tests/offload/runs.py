@@ -112,6 +112,7 @@ class Case:
     dtype: Any = torch.float32
     attention: AttentionAction = "DISABLED"
     check: bool = True
+    device: str = "cpu"
 
     @property
     def requests(self) -> list[Request]:
@@ -143,14 +144,14 @@ def engine_of(
 ) -> Engine:
     """An engine for a case, of one rank unless told."""
     setup = setup or setup_of(case)
-    cpu = torch.device("cpu")
+    device = torch.device(case.device)
     run = None if offload is None else OffloadRun(
         options=offload, slots=case.slots, num_blocks=case.blocks, block_tokens=BLOCK_TOKENS, longest=case.longest,
         check=case.check,
     )  # fmt: skip
     return kind(
-        setup, LoadedWeights(setup, Wide(0), dtype=case.dtype, device=cpu), num_blocks=case.blocks,
-        block_tokens=BLOCK_TOKENS, dtype=case.dtype, device=cpu, graph=case.graph,
+        setup, LoadedWeights(setup, Wide(0), dtype=case.dtype, device=device), num_blocks=case.blocks,
+        block_tokens=BLOCK_TOKENS, dtype=case.dtype, device=device, graph=case.graph,
         static=None if case.graph == "eager" else StaticShapes(case.slots, case.longest), offload=run,
     )  # fmt: skip
 
