@@ -229,8 +229,8 @@ class _ScriptedRows:
             selected = Selected(torch.from_numpy(next(self.drawn)).to(self.device))
         return self.rows.select(inputs, selected, chosen_here=chosen_here)
 
-    def attended(self, selected: Selected) -> None:
-        self.rows.attended(selected)
+    def attended(self, inputs: StepInputs, selected: Selected) -> None:
+        self.rows.attended(inputs, selected)
 
 
 def bench_step(options: argparse.Namespace) -> list[Measured]:

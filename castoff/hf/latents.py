@@ -189,7 +189,7 @@ class LatentStore:
                 self._sizes(softmax_scale), None, staging=rows.staging,
                 phase="prefill" if found.prefill else "decode", quantized=False,
             )  # fmt: skip
-            latent.attended(found.selected[call])
+            latent.attended(inputs, found.selected[call])
         found.layer += 1
         if found.layer == self._setup.model.num_hidden_layers:
             self.length += found.queries
@@ -211,7 +211,7 @@ class LatentStore:
     def close(self) -> None:
         """End the streams."""
         if self._offload is not None:
-            self._offload.streams.close()
+            self._offload.close()
 
     def _admit(self, requests: int) -> None:
         if requests > self.room.batch:

@@ -47,7 +47,7 @@ def attention(
     chosen_here = indexer in ("full", "none")
     rows, selected = latent.select(inputs, Selected(topk_TK) if chosen_here else selected, chosen_here=chosen_here)
     out_THV = _attend(setup, weights, inputs, q_THX, rows)
-    latent.attended(selected)
+    latent.attended(inputs, selected)
     heads_TI = out_THV.view(out_THV.shape[0], heads * model.v_head_dim)
     out_TD = project_and_reduce(
         exchange_heads(heads_TI, mesh.o_proj_tp, mesh.tp),

@@ -131,7 +131,7 @@ class LatentCache(Protocol):
     def select(self, inputs: StepInputs, selected: Selected, *, chosen_here: bool) -> tuple[AttendedRows, Selected]:
         """Make the selected rows readable. chosen_here: this layer chose the ids; else an earlier one of its group."""
 
-    def attended(self, selected: Selected) -> None:
+    def attended(self, inputs: StepInputs, selected: Selected) -> None:
         """Attention has been called: what need not come before it."""
 
 
@@ -149,7 +149,7 @@ class ResidentLatents:
         """They are readable as they are."""
         return AttendedRows(self.cache, selected.topk_TK, inputs.block_tables, inputs.seq_lens_B), selected
 
-    def attended(self, selected: Selected) -> None:
+    def attended(self, inputs: StepInputs, selected: Selected) -> None:
         """Nothing is left to do."""
 
 

@@ -4,8 +4,8 @@ Main computes. Under `direct` the copy stream brings the rows of a group's later
 under `serve_install` the install stream moves served rows into the pool afterwards. Labels name what has been done: a
 stream that waits for one goes on after all that came before it. Of a layer l of group g, in decode:
 
-    direct         owner: plan(g), fetch(l); on copy, after plan(g), fetch of the later layers, which wait for it;
-                   write to host, attention
+    direct         owner: plan(g), fetch(l); on copy, after that, fetch of the later layers, which wait for it; write to
+                   host, attention
     serve_install  owner: wait for installed(g), plan(g); wait for installed(l), write to host, serve, attention; on
                    install: the later layers, the owner last, then the metadata
     gather         owner: plan(g); write to host, fetch(l), attention
@@ -54,7 +54,8 @@ class Streams(Protocol):
         """Main goes on after what last had this label; at once where nothing had, or main has waited for it before."""
 
     def submit(self, stream: str, label: Label, work: Callable[[], None], *, after: Label) -> None:
-        """Have `work` done on a stream after main's label `after`; what is done then has `label`."""
+        """Have `work` done on a stream after main's label `after`, or after all that main has done where nothing has that
+        label; what is done then has `label`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class _Offloaded:
         """What a mode is."""
         raise NotImplementedError
 
-    def attended(self, selected: Selected) -> None:
+    def attended(self, inputs: StepInputs, selected: Selected) -> None:
         """Nothing is left to do."""
 
     def _write(self, inputs: StepInputs) -> None:
@@ -144,7 +145,7 @@ class _Offloaded:
             self.streams.wait(("stored", buffer))
 
 
-class Direct(_Offloaded):
+class DirectRows(_Offloaded):
     """Every missed row lands once, in its final place; attention reads it there."""
 
     __slots__ = ()
@@ -155,11 +156,12 @@ class Direct(_Offloaded):
             self._wait_for_prompts()
             plan = plan_direct(selected.topk_TK, self._plan_inputs(inputs), self.group.state, self.memory.sizes)
             self._count(plan.figures_BC)
-            self.streams.record(("planned", self.group.index))
+            self._fetch(self.layer, inputs, plan)
             if self.options.prefetches:
+                # Not before the owner's own rows, which its attention waits for.
+                self.streams.record(("owner fetched", self.group.index))
                 for layer in self.group.layers[1:]:
                     self._prefetch(layer, inputs, plan)
-            self._fetch(self.layer, inputs, plan)
             lists = (plan.ids_BX, plan.to_rows_BX, plan.counts_B, plan.figures_BC)
             selected = Selected(selected.topk_TK, plan.rows_TK, lists)
         elif self.options.prefetches:
@@ -168,7 +170,6 @@ class Direct(_Offloaded):
             assert selected.rows_TK is not None, "an owner plans for its group"
             self._fetch(self.layer, inputs, RowPlan(selected.rows_TK, *selected.lists))
         self._write(inputs)
-        self.streams.record(("readable", self.layer))
         return AttendedRows(self.rows.region, selected.rows_TK, staging=self.rows.staging), selected
 
     def _prefetch(self, layer: int, inputs: StepInputs, plan: RowPlan) -> None:
@@ -176,11 +177,11 @@ class Direct(_Offloaded):
             COPY,
             ("fetched", layer),
             lambda: self._fetch(layer, inputs, plan),
-            after=("planned", self.group.index),
+            after=("owner fetched", self.group.index),
         )
 
 
-class Gather(_Offloaded):
+class GatherRows(_Offloaded):
     """Each query keeps the rows of its last selection; all others are read from the host."""
 
     __slots__ = ()
@@ -194,17 +195,15 @@ class Gather(_Offloaded):
             self._wait_for_prompts()
             plan = plan_gather(selected.topk_TK, self._plan_inputs(inputs), self.group.state, self.memory.sizes)
             self._count(plan.figures_BC)
-            self.streams.record(("planned", self.group.index))
             lists = (plan.ids_BX, plan.to_rows_BX, plan.counts_B, plan.figures_BC)
             selected = Selected(selected.topk_TK, plan.rows_TK, lists)
         if not reuses:
             assert selected.rows_TK is not None, "an owner plans for its group"
             self._fetch(self.layer, inputs, RowPlan(selected.rows_TK, *selected.lists))
-        self.streams.record(("readable", self.layer))
         return AttendedRows(self.rows.region, selected.rows_TK, staging=self.rows.staging), selected
 
 
-class ServeInstall(_Offloaded):
+class ServeInstallRows(_Offloaded):
     """The published shared-indexer route: rows are served into a selection buffer, and installed in the pool later."""
 
     __slots__ = ()
@@ -216,14 +215,10 @@ class ServeInstall(_Offloaded):
             self.streams.wait(("group installed", self.group.index))
             plan = plan_serve(selected.topk_TK, self._plan_inputs(inputs), self.group.state, self.memory.sizes)
             self._count(plan.figures_BC)
-            self.streams.record(("planned", self.group.index))
             sources_TK = plan.sources_TK
             positions_TK = torch.arange(sources_TK.numel(), dtype=torch.int32, device=sources_TK.device)
             rows_TK = torch.where(sources_TK == -1, -1, positions_TK.view(sources_TK.shape))
-            lists = (
-                sources_TK, plan.ids_BX, plan.to_rows_BX, plan.from_BX, plan.counts_B, plan.figures_BC,
-                _of(inputs).request_slots_B,
-            )  # fmt: skip
+            lists = (sources_TK, plan.ids_BX, plan.to_rows_BX, plan.from_BX, plan.counts_B, plan.figures_BC)
             selected = Selected(selected.topk_TK, rows_TK, lists)
         self.streams.wait(("installed", self.layer))
         self._write(inputs)
@@ -232,18 +227,17 @@ class ServeInstall(_Offloaded):
         self.streams.record(("served", self.layer))
         return AttendedRows(rows.selection, selected.rows_TK), selected
 
-    def attended(self, selected: Selected) -> None:
+    def attended(self, inputs: StepInputs, selected: Selected) -> None:
         """Install what was served; the owner's rows and the metadata come after the last layer of the group."""
-        self.streams.record(("attended", self.layer))
         owner, last = self.group.layers[0], self.group.layers[-1]
-        plan = _serve_plan(selected)
+        plan, slots_B = _serve_plan(selected), _of(inputs).request_slots_B
         if self.layer != owner:
             self._install(self.layer, plan)
         if self.layer == last:
             self._install(owner, plan)
             self._submit(
                 ("group installed", self.group.index),
-                lambda: install_metadata(selected.lists[-1], plan, self.group.state, self.memory.sizes),
+                lambda: install_metadata(slots_B, plan, self.group.state, self.memory.sizes),
                 after=("served", last),
             )
 
@@ -259,7 +253,7 @@ class ServeInstall(_Offloaded):
             self.streams.record(label)
 
 
-MODES = {"direct": Direct, "gather": Gather, "serve_install": ServeInstall}
+MODES = {"direct": DirectRows, "gather": GatherRows, "serve_install": ServeInstallRows}
 PREFILL_BUFFERS = 2
 
 
@@ -298,17 +292,18 @@ class PrefillRows:
         )
         return AttendedRows(buffer, selected.topk_TK, own.buffer_tables, inputs.seq_lens_B), selected
 
-    def attended(self, selected: Selected) -> None:
-        """From here on the buffer may take another layer's rows, once these are in host memory."""
-        self.streams.record(("attended", _buffer(self.layer)))
+    def attended(self, inputs: StepInputs, selected: Selected) -> None:
+        """Nothing is left to do."""
 
     def _load(self, layer: int, own: OffloadInputs) -> None:
         """Send for the rows that a layer has in host memory, after all that uses its buffer now."""
         start, _, blocks = own.stored
-        buffer, host = self.buffers[_buffer(layer)], self.hosts[layer]
-        label = _buffer(layer)
+        index = _buffer(layer)
+        buffer, host = self.buffers[index], self.hosts[layer]
+        # Main has attended to what the buffer held, and has written all rows of earlier steps to the host.
+        self.streams.record(("free", index))
         self.streams.submit(
-            COPY, ("loaded", label), lambda: load_rows(host, buffer, start, blocks), after=("attended", label)
+            COPY, ("loaded", index), lambda: load_rows(host, buffer, start, blocks), after=("free", index)
         )
 
 
@@ -322,4 +317,4 @@ def _of(inputs: StepInputs) -> OffloadInputs:
 
 
 def _serve_plan(selected: Selected) -> ServePlan:
-    return ServePlan(*selected.lists[:-1])
+    return ServePlan(*selected.lists)

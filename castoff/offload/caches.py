@@ -15,6 +15,7 @@ from castoff.model.inputs import CacheSource, LatentCache, OffloadInputs
 from castoff.model.offload import MODES, GroupMemory, PrefillRows
 from castoff.model.setup import Setup
 from castoff.offload.check import CheckedRows
+from castoff.offload.host_store import release
 from castoff.offload.memory import OffloadRun, allocate, prefill_buffers
 from castoff.offload.report import GroupReport, OffloadReport
 from castoff.offload.streams import RunStreams
@@ -39,10 +40,11 @@ class DeviceCaches(Protocol):
 class CallRows:
     """The rows of a call on the host's side: who they are, how long, how much of it is final, and their blocks.
 
-    is_draft: of the MTP block.
+    is_draft: of the MTP block. tokens: of each row in this call.
     """
 
     is_draft: bool
+    tokens: int
     requests: Sequence[int | None]
     lengths: Sequence[int]
     committed: Sequence[int]
@@ -101,13 +103,20 @@ class OffloadedCaches:
         }
         for group in memory.groups:
             state = group.state
-            held |= {id(x): x for x in (state.tags_RNW, state.used_RNW, state.hands_RN, state.marks_RN)}
+            own = (state.tags_RNW, state.used_RNW, state.hands_RN, state.marks_RN, group.figures_C)
+            held |= {id(x): x for x in own}
         return sum(int(tensor.nbytes) for tensor in (*held.values(), *self._buffers))
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory."""
         return sum(int(rows.host.nbytes) for rows in self.memory.layers.values())
+
+    def close(self) -> None:
+        """End the streams, and give the host's memory back."""
+        self.streams.close()
+        for rows in self.memory.layers.values():
+            release(rows.host, self._device)
 
     def admit(self, request: int) -> None:
         """Give a request an empty slot."""
@@ -116,16 +125,16 @@ class OffloadedCaches:
         self._clear(slot)
 
     def release(self, request: int) -> None:
-        """Take a request's slot back, in whatever state; what its pools held counts as the run's occupancy."""
+        """Take a request's slot back, in whatever state; what its pools held counts for the run's occupancy."""
         slot = self._slots.pop(request, None)
         if slot is None:
             return
         self._decoded_from.pop(request, None)
         self.streams.drain()
-        for group, held in zip(self.memory.groups, self._occupancy, strict=True):
-            held[0] += int((group.state.tags_RNW[slot] >= 0).sum())
+        filled = torch.stack([(group.state.tags_RNW[slot] >= 0).sum() for group in self.memory.groups]).tolist()
+        for held, count in zip(self._occupancy, filled, strict=True):
+            held[0] += count
             held[1] += self.memory.sizes.pool_tokens
-        self._clear(slot)
         self._free.append(slot)
 
     def abort(self, requests: Sequence[int | None]) -> None:
@@ -158,8 +167,8 @@ class OffloadedCaches:
         sizes, device = self.memory.sizes, self._device
         slots = [-1 if request is None else self._slots[request] for request in rows.requests]
         ring_first = [self._ring_first(*row) for row in zip(rows.requests, rows.committed, strict=True)]
-        new_rows = sum(rows.lengths) - sum(rows.committed)
-        self._written_rows += new_rows * self._layers(draft=rows.is_draft)
+        live = sum(request is not None for request in rows.requests)
+        self._written_rows += live * rows.tokens * self._layers(draft=rows.is_draft)
         slots_B = torch.tensor(slots, device=device)
         ring_rows_BS = sizes.pool_rows + slots_B[:, None] * sizes.ring_tokens + positions_BS % sizes.ring_tokens
         return OffloadInputs(

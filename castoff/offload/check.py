@@ -39,9 +39,9 @@ class CheckedRows:
             self._check_pools(inputs)
         return attended, selected
 
-    def attended(self, selected: Selected) -> None:
+    def attended(self, inputs: StepInputs, selected: Selected) -> None:
         """As without a check."""
-        self.rows.attended(selected)
+        self.rows.attended(inputs, selected)
 
     def _compare(self, inputs: StepInputs, selected: Selected, attended: AttendedRows) -> None:
         topk_TK, rows_TK = selected.topk_TK, attended.ids_TK

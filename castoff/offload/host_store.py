@@ -16,44 +16,85 @@ torch = lazy.load("torch")
 
 
 def available_bytes() -> int | None:
-    """Host memory that is free or can be freed; None where the system does not tell."""
+    """Host memory that is free or can be freed, as far as this process may have it; None where the system does not tell."""
+    told = [value for value in (_machine_bytes(), _group_bytes()) if value is not None]
+    return min(told, default=None)
+
+
+def _machine_bytes() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
-    except (OSError, StopIteration):
+    except (OSError, ValueError, IndexError, StopIteration):
         pages = os.sysconf_names.get("SC_AVPHYS_PAGES")
         return None if pages is None else os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+def _group_bytes() -> int | None:
+    """What the limit of this control group (of a container, say) leaves."""
+    try:
+        most = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")
+        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")
+        return max(int(most) - int(used), 0)
+    # No such groups, or `max`: no limit.
+    except (OSError, ValueError):
+        return None
+
+
 def check_host_bytes(needed_bytes: int, limit_bytes: int | None) -> None:
-    """Raise CastoffError where the rows of a run are more than the limit, or than the host's memory has room for."""
+    """Raise CastoffError where the rows of a run are more than its limit, or than the host's memory has room for.
+
+    needed_bytes: of this process. The others that torchrun started on this machine need as much.
+    """
+    less = "run fewer or shorter requests at once (--batch, --max-new-tokens)"
     if limit_bytes is not None and needed_bytes > limit_bytes:
         raise CastoffError(
             f"the offloaded KV cache needs {needed_bytes:,} bytes of host memory, and --host-gib allows "
-            f"{limit_bytes:,}; give more, or run fewer or shorter requests at once"
+            f"{limit_bytes:,}; give more, or {less}"
         )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free_bytes = available_bytes()
-    if free_bytes is not None and needed_bytes > free_bytes:
+    if free_bytes is not None and needed_bytes * processes > free_bytes:
+        each = "" if processes == 1 else f" in each of {processes} processes"
         raise CastoffError(
-            f"the offloaded KV cache needs {needed_bytes:,} bytes of host memory, and {free_bytes:,} are free; run "
-            "fewer or shorter requests at once"
+            f"the offloaded KV cache needs {needed_bytes:,} bytes of host memory{each}, and {free_bytes:,} are free; "
+            f"{less}"
         )
 
 
 def host_rows(shape: tuple[int, ...], dtype: Tensor, device: Tensor) -> Tensor:
     """An uninitialised tensor in host memory, which `device` can read and write by itself unless it is a CPU.
 
-    Raises CastoffError where the system does not give the memory.
+    Raises CastoffError where the system does not give the memory. `release` gives it back.
     """
     try:
-        return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
+        rows = torch.empty(shape, dtype=dtype, pin_memory=device.type not in ("cpu", "cuda"))
     # Torch raises RuntimeError for memory that it cannot have or pin.
     except (RuntimeError, MemoryError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CastoffError(
-            f"host memory for the offloaded KV cache could not be taken: {reason}; run fewer or shorter requests at "
-            "once, or raise the limit on locked memory (ulimit -l)"
-        ) from None
+        raise _not_taken(next((line.strip() for line in str(error).splitlines() if line.strip()), "")) from None
+    if device.type == "cuda":
+        # Torch's own pinned memory comes in powers of two: up to twice what is asked for.
+        failure = torch.cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, _PORTABLE_AND_MAPPED)
+        if int(failure):
+            raise _not_taken(f"pinning it gave CUDA error {int(failure)}")
+    return rows
+
+
+def release(rows: Tensor, device: Tensor) -> None:
+    """Let host rows be ordinary memory again; nothing on the device may use them any more."""
+    if device.type == "cuda":
+        torch.cuda.cudart().cudaHostUnregister(rows.data_ptr())
+
+
+# cudaHostRegisterPortable | cudaHostRegisterMapped
+_PORTABLE_AND_MAPPED = 0x01 | 0x02
+
+
+def _not_taken(reason: str) -> CastoffError:
+    return CastoffError(
+        f"host memory for the offloaded KV cache could not be taken: {reason}; run fewer or shorter requests at once "
+        "(--batch, --max-new-tokens), or raise the limit on locked memory (ulimit -l)"
+    )
 
 
 @contextmanager

@@ -42,8 +42,9 @@ class OffloadReport:
 
     pool_tokens: rows of a request's pool in a layer; of gather, those of its queries' last selections.
     written_bytes: new rows of decode steps, to the host. prefill_bytes: of prompts, in both directions. stall_s: how
-    long computing waited for the other streams; None where that was not measured. most_behind: most pieces of work of
-    those streams that were open when it came to wait.
+    long computing waited for the other streams; most_behind: most pieces of work of those streams that were to be done
+    when it came to wait; None where that was not measured. sparse_steps: decode steps in which some request was longer
+    than index_topk.
     """
 
     options: Offload
@@ -53,7 +54,7 @@ class OffloadReport:
     written_bytes: int
     prefill_bytes: int
     stall_s: float | None
-    most_behind: int
+    most_behind: int | None
     host_bytes: int
     device_bytes: int
 

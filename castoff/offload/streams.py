@@ -24,14 +24,12 @@ torch = lazy.load("torch")
 
 @dataclass(slots=True)
 class StreamFigures:
-    """waits: labels that main waited for. stall_s: how long; None where it is not measured (inside a captured graph).
-
-    most_behind: the most pieces of work that were still to be done when main came to wait.
-    """
+    """waits: labels that main waited for. stall_s: how long. most_behind: the most pieces of work that were still to be
+    done when main came to wait. Both are None once steps are a captured graph, in which nothing can be asked."""
 
     waits: int = 0
     stall_s: float | None = 0.0
-    most_behind: int = 0
+    most_behind: int | None = 0
 
 
 class RunStreams(Streams, Protocol):
@@ -100,23 +98,26 @@ class ThreadStreams:
         self._threads: list[threading.Thread] = []
         self._open: dict[Label, _Task] = {}
         self._failed: BaseException | None = None
+        self._closing = False
 
     def record(self, label: Label) -> None:
         """Nothing: main has done all that was before."""
 
     def wait(self, label: Label) -> None:
         """Wait for the thread. Raises CastoffError where a thread's work failed."""
-        task = self._open.pop(label, None)
+        task = self._open.get(label)
         if task is None:
             return
         figures = self.figures
         figures.waits += 1
         if not task.done.is_set():
-            behind = 1 + sum(not other.done.is_set() for other in self._open.values())
-            figures.most_behind = max(figures.most_behind, behind)
+            behind = sum(not other.done.is_set() for other in self._open.values())
+            figures.most_behind = max(figures.most_behind or 0, behind)
             started = time.perf_counter()
             task.done.wait()
             figures.stall_s = (figures.stall_s or 0.0) + time.perf_counter() - started
+        # Only now: an interrupt while it waited leaves the task to `abandon`.
+        del self._open[label]
         self._raise_failure(task)
 
     def submit(self, stream: str, label: Label, work: Callable[[], None], *, after: Label) -> None:
@@ -140,11 +141,10 @@ class ThreadStreams:
 
     def close(self) -> None:
         """End the threads after the piece of work that each is at."""
+        self._closing = True
         self._open.clear()
-        for waiting in self._queues.values():
-            while not waiting.empty():
-                waiting.get()
-            waiting.put(None)
+        for tasks in self._queues.values():
+            tasks.put(None)
         for thread in self._threads:
             thread.join()
         self._queues.clear()
@@ -165,7 +165,7 @@ class ThreadStreams:
             while (task := tasks.get()) is not None:
                 try:
                     # After a failure nothing that follows may touch rows.
-                    if self._failed is None:
+                    if self._failed is None and not self._closing:
                         task.work()
                 # Whatever it is, main must hear of it instead of waiting for ever.
                 except BaseException as error:  # noqa: BLE001
@@ -182,6 +182,15 @@ class ThreadStreams:
             ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """Work on a stream that main has not waited for. work keeps the tensors alive that it uses."""
+
+    done: Tensor
+    work: Callable[[], None]
+    is_captured: bool
+
+
 class DeviceStreams:
     """Streams and events of the accelerator that torch sees; nothing in a step waits for the whole device.
 
@@ -193,13 +202,13 @@ class DeviceStreams:
         self._device = device
         self._streams: dict[str, Tensor] = {}
         self._events: dict[Label, Tensor] = {}
-        self._open: dict[Label, tuple[Tensor, Callable[[], None]]] = {}
+        self._open: dict[Label, _Pending] = {}
         self._stalls: list[tuple[Tensor, Tensor]] = []
 
     def record(self, label: Label) -> None:
         """An event on main."""
         event = torch.Event(self._device)
-        event.record(torch.accelerator.current_stream())
+        event.record(self._main)
         self._events[label] = event
 
     def wait(self, label: Label) -> None:
@@ -207,19 +216,19 @@ class DeviceStreams:
         found = self._open.pop(label, None)
         if found is None:
             return
-        event, _ = found
-        main = torch.accelerator.current_stream()
-        self.figures.waits += 1
-        self.figures.most_behind = max(self.figures.most_behind, len(self._open) + 1)
-        if _capturing(self._device):
-            self.figures.stall_s = None
-        elif self.figures.stall_s is not None:
+        figures = self.figures
+        figures.waits += 1
+        if found.is_captured:
+            figures.stall_s = figures.most_behind = None
+        elif figures.stall_s is not None:
+            behind = sum(not other.done.query() for other in (found, *self._open.values()))
+            figures.most_behind = max(figures.most_behind or 0, behind)
             arrived = torch.Event(self._device, enable_timing=True)
-            arrived.record(main)
-            self._stalls.append((arrived, event))
+            arrived.record(self._main)
+            self._stalls.append((arrived, found.done))
             if len(self._stalls) >= _MOST_STALLS:
                 self._settle()
-        main.wait_event(event)
+        self._main.wait_event(found.done)
 
     def submit(self, stream: str, label: Label, work: Callable[[], None], *, after: Label) -> None:
         """Have it done on a stream of its own, after main's event."""
@@ -228,11 +237,14 @@ class DeviceStreams:
         side = self._streams[stream]
         if after in self._events:
             side.wait_event(self._events[after])
+        else:
+            side.wait_stream(self._main)
         with side:
             work()
-        done = torch.Event(self._device, enable_timing=not _capturing(self._device))
+        is_captured = _capturing(self._device)
+        done = torch.Event(self._device, enable_timing=not is_captured)
         done.record(side)
-        self._open[label] = (done, work)
+        self._open[label] = _Pending(done, work, is_captured)
 
     def drain(self) -> None:
         """Main waits for every stream. At the end of a captured graph this joins them, and no event outlives it."""
@@ -243,19 +255,24 @@ class DeviceStreams:
             self._settle()
 
     def abandon(self) -> None:
-        """Main's stream waits for all others."""
+        """Main's stream waits for all others; what a graph that came to nothing recorded is forgotten."""
+        self._open = {label: pending for label, pending in self._open.items() if not pending.is_captured}
         self.drain()
 
     def close(self) -> None:
-        """Let go of streams and events."""
-        self._open.clear()
-        self._events.clear()
+        """Wait for all that was submitted, since it may still use memory, and let go of streams and events."""
+        self.abandon()
+        self._main.synchronize()
         self._streams.clear()
 
+    @property
+    def _main(self) -> Tensor:
+        return torch.accelerator.current_stream(self._device)
+
     def _settle(self) -> None:
+        """Measure how late the work was that main has waited for."""
         if self._stalls:
-            self._stalls[-1][1].synchronize()
-            torch.accelerator.current_stream().synchronize()
+            self._main.synchronize()
         for arrived, done in self._stalls:
             late_ms = arrived.elapsed_time(done)
             self.figures.stall_s = (self.figures.stall_s or 0.0) + max(late_ms, 0.0) * 1e-3

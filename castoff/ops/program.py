@@ -107,8 +107,8 @@ class Op:
         """The results of real tensors, by the kernel for where they are, or by the reference."""
         assert self.reference is not None
         compute = self.reference
-        if self.kernel is not None and any(x is not None and not x.is_cpu for x in inputs):
-            compute = self.kernel
+        if any(x is not None and not x.is_cpu for x in inputs):
+            compute = self.kernel or self.reference
         elif self.cpu_kernel is not None and has_numba():
             compute = self.cpu_kernel
         return compute(*inputs, **attributes)

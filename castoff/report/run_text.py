@@ -40,14 +40,15 @@ def run_text(report: RunReport) -> str:
 
 def _offload_text(offload: OffloadReport) -> list[str]:
     """What the pools did in decode steps, and a line for each index group."""
-    stall = "not measured" if offload.stall_s is None else f"{milliseconds(offload.stall_s)} ms"
+    stall = "not measured"
+    if offload.stall_s is not None and offload.most_behind is not None:
+        stall = f"{milliseconds(offload.stall_s)} ms, at most {count(offload.most_behind)} copies behind"
     return [
         f"offload {offload.options.offload}: {percent(offload.hit_rate)} of the selected rows were in pools of "
         f"{count(offload.pool_tokens)} tokens; host {size_text(offload.host_bytes)}, device "
         f"{size_text(offload.device_bytes)}",
         f"over the link: {size_text(offload.link_bytes)} read, {size_text(offload.written_bytes)} written, "
-        f"{size_text(offload.prefill_bytes)} for prompts; stall {stall}, at most {count(offload.most_behind)} copies "
-        "behind",
+        f"{size_text(offload.prefill_bytes)} for prompts; stall {stall}",
         *(_group_text(group) for group in offload.groups),
     ]
 

@@ -122,7 +122,7 @@ class Engine:
     def close(self) -> None:
         """End what works beside the engine."""
         if self.offload is not None:
-            self.offload.streams.close()
+            self.offload.close()
 
     def whole_blocks(self, tokens: int) -> int:
         """The most tokens, no more than these, that fill whole cache blocks."""
@@ -236,7 +236,7 @@ class Engine:
         # A row of padding has no tokens, so none of its own either.
         committed = given.committed or [max(length - own, 0) for length in given.lengths]
         owned = [[] if request is None else self.pool.blocks(request) for request in given.requests]
-        rows = CallRows(call.hidden_TD is not None, given.requests, given.lengths, committed, owned)
+        rows = CallRows(call.hidden_TD is not None, own, given.requests, given.lengths, committed, owned)
         if call.prefill:
             return self.offload.prefill_inputs(rows, positions_BS, slots_T, blocks)
         return self.offload.decode_inputs(rows, positions_BS, slots_T)
