@@ -30,8 +30,9 @@ from typing import Any, get_args
 import numpy as np
 
 import castoff
-from castoff.policy.arrays import HITS, OVERFLOWS, STATS, UNIQUE_HITS, FetchPlan, Longs, PoolState, Selection
-from castoff.policy.direct import Policy, plan_direct
+from castoff.policy.arrays import HITS, STAGED, STATS, UNIQUE_HITS, FetchPlan, Longs, PoolState, Selection
+from castoff.policy.direct import plan_direct
+from castoff.spec.offload import PoolPolicy
 
 COLUMNS = (
     "date", "machine", "python", "numpy", "numba", "castoff", "policy", "configuration", "hit_rate", "runs",
@@ -95,14 +96,14 @@ def empty_pool() -> PoolState:
 Plans = list[Callable[[], FetchPlan]]
 
 
-def numba_plans(policy: Policy, calls: Sequence[Call], state: PoolState) -> Plans:
+def numba_plans(policy: PoolPolicy, calls: Sequence[Call], state: PoolState) -> Plans:
     """As the package makes them."""
     queries = len(calls[0].selection.topk_TK)
     sizes = {"ring_tokens": 2 * queries, "staging_rows": queries * TOPK}
     return [partial(plan_direct, policy, call.selection, call.ring_first, state, **sizes) for call in calls]
 
 
-def c_plans(loop: Any, policy: Policy, calls: Sequence[Call], state: PoolState) -> Plans:
+def c_plans(loop: Any, policy: PoolPolicy, calls: Sequence[Call], state: PoolState) -> Plans:
     """As the C loop makes them; addresses and memory are ready before."""
     queries = len(calls[0].selection.topk_TK)
     width = queries * TOPK
@@ -114,7 +115,7 @@ def c_plans(loop: Any, policy: Policy, calls: Sequence[Call], state: PoolState) 
         np.empty(1, np.int32),
         np.empty((1, len(STATS)), np.int32),
     )
-    sizes = (get_args(Policy).index(policy), 1, queries, TOPK, 1, SETS, WAYS, 2 * queries, width)
+    sizes = (get_args(PoolPolicy).index(policy), 1, queries, TOPK, 1, SETS, WAYS, 2 * queries, width)
     results = (*addresses(*table), table.shape[1], *addresses(*plan))
 
     def make(arguments: tuple[object, ...], _alive: object) -> FetchPlan:
@@ -155,7 +156,7 @@ def best(runs: Iterable[list[float]]) -> float:
     return sum(min(times) for times in zip(*runs, strict=True))
 
 
-def check_equal(policy: Policy, calls: Sequence[Call], loop: Any) -> np.ndarray:
+def check_equal(policy: PoolPolicy, calls: Sequence[Call], loop: Any) -> np.ndarray:
     """Both make the same plans and leave the same state; returns the statistics of the timed steps, summed."""
     state, c_state = empty_pool(), empty_pool()
     total = np.zeros(len(STATS), np.int64)
@@ -168,7 +169,7 @@ def check_equal(policy: Policy, calls: Sequence[Call], loop: Any) -> np.ndarray:
     return total
 
 
-def measure(policy: Policy, calls: Sequence[Call], loop: Any, runs: int) -> dict[str, object]:
+def measure(policy: PoolPolicy, calls: Sequence[Call], loop: Any, runs: int) -> dict[str, object]:
     """One row; both run in turn."""
     queries = len(calls[0].selection.topk_TK)
     stats = check_equal(policy, calls, loop)
@@ -178,7 +179,7 @@ def measure(policy: Policy, calls: Sequence[Call], loop: Any, runs: int) -> dict
         c_runs.append(seconds(c_plans(loop, policy, calls, empty_pool())))
     numba_s, c_s = best(numba_runs), best(c_runs)
     ids = TIMED_STEPS * queries * TOPK
-    rows = stats.sum() - stats[UNIQUE_HITS] - stats[OVERFLOWS]
+    rows = stats.sum() - stats[UNIQUE_HITS] - stats[STAGED]
     return {
         "policy": policy,
         "configuration": f"1 request, S={queries}, K={TOPK}, {SETS} sets of {WAYS} ways, {TIMED_STEPS} steps",
@@ -248,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         loop = compile_loop(Path(folder))
         for queries in (1, 4):
             calls = list(trace(queries, WARM_STEPS + TIMED_STEPS))
-            for policy in get_args(Policy):
+            for policy in get_args(PoolPolicy):
                 row = measure(policy, calls, loop, arguments.runs)
                 rows.append({**common, **row})
                 print(

@@ -274,7 +274,7 @@ class LatentStore:
             return None
         count, blocks = len(requests), self.room.blocks
         owned = [range(request * blocks, (request + 1) * blocks) for request in requests]
-        rows = CallRows(False, requests, [length] * count, [self.length] * count, owned)
+        rows = CallRows(False, length - self.length, requests, [length] * count, [self.length] * count, owned)
         if prefill:
             return self._offload.prefill_inputs(rows, positions_BS, slots_T, -(-length // KV_BLOCK_TOKENS))
         return self._offload.decode_inputs(rows, positions_BS, slots_T)

@@ -54,13 +54,15 @@ class Streams(Protocol):
         """Main goes on after what last had this label; at once where nothing had, or main has waited for it before."""
 
     def submit(self, stream: str, label: Label, work: Callable[[], None], *, after: Label) -> None:
-        """Have `work` done on a stream after main's label `after`, or after all that main has done where nothing has that
-        label; what is done then has `label`."""
+        """Have `work` done on a stream; what is done then has `label`.
+
+        after: what main has recorded before it; all that main has done, where nothing has that label.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """An index group on the device: its layers, owner first, what is known of their pools, and counts so far, (7,)."""
+    """An index group on the device: its layers, owner first, what is known of their pools, and counts so far."""
 
     index: int
     layers: tuple[int, ...]

@@ -19,8 +19,8 @@ from castoff.offload.host_store import release
 from castoff.offload.memory import OffloadRun, allocate, prefill_buffers
 from castoff.offload.report import GroupReport, OffloadReport
 from castoff.offload.streams import RunStreams
-from castoff.ops.offload_plan import COUNTS
 from castoff.ops.program import Tensor
+from castoff.policy.arrays import STATS
 from castoff.spec.offload import Offload
 
 torch = lazy.load("torch")
@@ -68,14 +68,15 @@ class OffloadedCaches:
         self.streams = streams
         self.memory = allocate(setup, run, dtype=dtype, device=device)
         self._written_rows = 0
-        self._prefill_rows = 0
+        self._prompt_rows = 0
         self._buffers = prefill_buffers(setup, run, dtype=dtype, device=device)
         self._free = list(range(run.slots - 1, -1, -1))
         self._slots: dict[int, int] = {}
         # Where a request's first decode step began: the ring has no earlier rows.
         self._decoded_from: dict[int | None, int] = {}
         self._occupancy = [[0, 0] for _ in self.memory.groups]
-        self._hosts = {layer: rows.host for layer, rows in self.memory.layers.items()}
+        self._in_prefill = {layer: self._prefill_rows(layer) for layer in self.memory.layers}
+        self._in_decode = {layer: self._decode_rows(layer) for layer in self.memory.layers}
 
     @property
     def options(self) -> Offload:
@@ -149,11 +150,16 @@ class OffloadedCaches:
         """Latent rows of a layer in a prefill or a decode call."""
         if layer not in self.memory.layers:
             return self.resident.latent(layer)
-        if prefill:
-            last = layer in (self._setup.model.num_hidden_layers - 1, self._setup.model.num_hidden_layers)
-            is_first = layer in (0, self._setup.model.num_hidden_layers)
-            following = None if last else layer + 1
-            return PrefillRows(layer, self._hosts, self._buffers, self.streams, is_first, following)
+        return self._in_prefill[layer] if prefill else self._in_decode[layer]
+
+    def _prefill_rows(self, layer: int) -> LatentCache:
+        # The MTP block's layer is a pass of its own.
+        layers = self._setup.model.num_hidden_layers
+        following = None if layer in (layers - 1, layers) else layer + 1
+        hosts = {layer: rows.host for layer, rows in self.memory.layers.items()}
+        return PrefillRows(layer, hosts, self._buffers, self.streams, layer in (0, layers), following)
+
+    def _decode_rows(self, layer: int) -> LatentCache:
         mode = MODES[self.options.offload]
         rows = mode(layer, self.memory, self.memory.group_of(layer), self.options, self.streams)
         return CheckedRows(layer, rows, self.memory, self.owner_of) if self._run.check else rows
@@ -185,7 +191,7 @@ class OffloadedCaches:
         (length,), (committed,), (owned,) = rows.lengths, rows.committed, rows.blocks
         # These rows pass the ring by: decoding begins anew after them.
         self._decoded_from.pop(rows.requests[0], None)
-        self._prefill_rows += length * self._layers(draft=rows.is_draft)
+        self._prompt_rows += length * self._layers(draft=rows.is_draft)
         nothing_B = torch.zeros(1, dtype=torch.long, device=self._device)
         return OffloadInputs(
             own_rows_T=torch.where(slot_mapping_T < 0, -1, positions_BS.flatten()),
@@ -217,7 +223,7 @@ class OffloadedCaches:
             ways=self.memory.sizes.ways,
             groups=groups,
             written_bytes=row_bytes * self._written_rows,
-            prefill_bytes=row_bytes * self._prefill_rows,
+            prefill_bytes=row_bytes * self._prompt_rows,
             stall_s=figures.stall_s,
             most_behind=figures.most_behind,
             host_bytes=self.host_bytes,
@@ -259,7 +265,7 @@ class OffloadedCaches:
 
 def _figures(group: GroupMemory) -> dict[str, int]:
     """The counts of a group so far, by name."""
-    return {name: int(value) for name, value in zip(COUNTS, group.figures_C.tolist(), strict=True)}
+    return {name: int(value) for name, value in zip(STATS, group.figures_C.tolist(), strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

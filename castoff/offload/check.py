@@ -1,4 +1,8 @@
-"""`--check`: every row that attention is about to read is compared with the host's, and pools with their rules."""
+"""`--check`: in decode, every row that attention will read is compared with the host's, and pools with their rules.
+
+A step's own rows are equal by construction, since the host has them from where attention reads them, save in
+serve_install and gather, which read them back.
+"""
 
 from __future__ import annotations
 

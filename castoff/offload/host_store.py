@@ -16,7 +16,7 @@ torch = lazy.load("torch")
 
 
 def available_bytes() -> int | None:
-    """Host memory that is free or can be freed, as far as this process may have it; None where the system does not tell."""
+    """Host memory that this process may still have; None where the system does not tell."""
     told = [value for value in (_machine_bytes(), _group_bytes()) if value is not None]
     return min(told, default=None)
 

@@ -11,8 +11,9 @@ from castoff.model.offload import PREFILL_BUFFERS, GroupMemory, LayerMemory, Off
 from castoff.model.setup import Setup
 from castoff.offload.host_store import check_host_bytes, host_rows, near
 from castoff.ops.cache_rows import row_storage
-from castoff.ops.offload_plan import COUNTS, PoolSizes, PoolState
+from castoff.ops.offload_plan import PoolSizes, PoolState
 from castoff.ops.program import Tensor
+from castoff.policy.arrays import STATS
 from castoff.spec.offload import Offload
 
 torch = lazy.load("torch")
@@ -93,7 +94,7 @@ def offload_bytes(setup: Setup, run: OffloadRun, *, dtype: Tensor) -> OffloadByt
         ring=layers * (sizes.layer_rows - sizes.pool_rows + 1) * row,
         staging=_staging_buffers(groups, run) * max(sizes.requests * sizes.staging_rows, 1) * row,
         selection=layers * _selection_rows(setup, run) * row,
-        metadata=len(groups) * (per_group + 8 * len(COUNTS)),
+        metadata=len(groups) * (per_group + 8 * len(STATS)),
         prefill=PREFILL_BUFFERS * (_prefill_blocks(run) + 1) * run.block_tokens * row,
     )
 
@@ -130,7 +131,7 @@ def allocate(setup: Setup, run: OffloadRun, *, dtype: Tensor, device: Tensor) ->
     return OffloadMemory(
         sizes,
         tuple(
-            GroupMemory(index, group, _state(sizes, device), torch.zeros(len(COUNTS), dtype=torch.long, device=device))
+            GroupMemory(index, group, _state(sizes, device), torch.zeros(len(STATS), dtype=torch.long, device=device))
             for index, group in enumerate(groups)
         ),
         layers,

@@ -10,7 +10,7 @@ from castoff.spec.offload import Offload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """One index group over all decode steps. Counts as in `ops.offload_plan.COUNTS`; link_bytes were read from the
+    """One index group over all decode steps. Counts as in `policy.arrays.STATS`; link_bytes were read from the
     host by all of its layers; occupancy: share of the pools that requests had filled when they left."""
 
     group: int
@@ -42,9 +42,8 @@ class OffloadReport:
 
     pool_tokens: rows of a request's pool in a layer; of gather, those of its queries' last selections.
     written_bytes: new rows of decode steps, to the host. prefill_bytes: of prompts, in both directions. stall_s: how
-    long computing waited for the other streams; most_behind: most pieces of work of those streams that were to be done
-    when it came to wait; None where that was not measured. sparse_steps: decode steps in which some request was longer
-    than index_topk.
+    long computing waited for the other streams. most_behind: most pieces of work of those streams that were to be done
+    when it came to wait. Both are None where steps are captured graphs.
     """
 
     options: Offload

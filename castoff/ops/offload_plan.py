@@ -25,16 +25,10 @@ from castoff.ops import accelerator
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.work import Part, Work
 from castoff.policy import arrays, direct, previous, published
-from castoff.policy.arrays import Selection
+from castoff.policy.arrays import STATS, Selection
 from castoff.spec.offload import PoolPolicy
 
 torch = lazy.load("torch")
-
-COUNTS = (
-    "hits", "unique_hits", "unique_misses", "repeated_misses", "window_reads", "promoted_rows", "staged_rows",
-)  # fmt: skip
-"""Columns of a plan's counts. Rows are (query, rank) pairs: every selected row is one of hits, unique_misses,
-promoted_rows, repeated_misses and window_reads. staged_rows: distinct tokens for which their set had no way left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +94,7 @@ class PlanInputs:
 class RowPlan:
     """Rows that attention reads, (T, K), and what must be copied before: int32 lists (B, X), of which counts_B count.
 
-    ids: the token, or −2 − position for a row of the ring. rows: where it goes. figures: (B, 7), see COUNTS.
+    ids: the token, or −2 − position for a row of the ring. rows: where it goes. figures: by `policy.arrays.STATS`.
     """
 
     rows_TK: Tensor
@@ -134,7 +128,7 @@ def _shapes(topk_TK: Abstract, *inputs: Abstract, sizes: PoolSizes, lists: int) 
         ((tokens, columns), "int32"),
         *(listed,) * lists,
         ((requests,), "int32"),
-        ((requests, len(COUNTS)), "int32"),
+        ((requests, len(STATS)), "int32"),
     )
 
 

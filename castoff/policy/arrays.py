@@ -24,12 +24,12 @@ Longs = npt.NDArray[np.int64]
 
 # What is counted of each request. A row is one (query, rank); an id counts once, however many rows select it.
 #   hits             rows whose token is in the pool             unique_hits   the ids among them
-#   unique_misses    ids that are read from the host             promoted      ids that are copied from the ring
-#   repeated_misses  rows of those ids beyond the first          overflows     those ids that found no room in the pool
+#   unique_misses    ids that are read from the host             promoted_rows ids that are copied from the ring
+#   repeated_misses  rows of those ids beyond the first          staged_rows   those ids for which a set has no way
 #   window_reads     rows of this step's own tokens
-# Rows with a valid id are hits + unique_misses + promoted + repeated_misses + window_reads.
-STATS = ("hits", "unique_hits", "unique_misses", "repeated_misses", "window_reads", "promoted", "overflows")
-HITS, UNIQUE_HITS, UNIQUE_MISSES, REPEATED_MISSES, WINDOW_READS, PROMOTED, OVERFLOWS = range(len(STATS))
+# Rows with a valid id are hits + unique_misses + promoted_rows + repeated_misses + window_reads.
+STATS = ("hits", "unique_hits", "unique_misses", "repeated_misses", "window_reads", "promoted_rows", "staged_rows")
+HITS, UNIQUE_HITS, UNIQUE_MISSES, REPEATED_MISSES, WINDOW_READS, PROMOTED, STAGED = range(len(STATS))
 
 
 class Selection(NamedTuple):

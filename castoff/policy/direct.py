@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from castoff.policy import clock, fifo, lru
 from castoff.policy.arrays import (
     HITS,
-    OVERFLOWS,
     PROMOTED,
     REPEATED_MISSES,
+    STAGED,
     UNIQUE_HITS,
     UNIQUE_MISSES,
     WINDOW_READS,
@@ -31,13 +31,13 @@ from castoff.policy.arrays import (
 from castoff.policy.compiled import compiled
 from castoff.policy.id_table import clear, new_table, slot_of
 from castoff.policy.look_up import find, look_up, new_found, set_of
+from castoff.spec.offload import PoolPolicy
 
-Policy = Literal["fifo", "lru", "clock"]
 Touch = Callable[[Ints, Ints, int], None]
 Victim = Callable[[Ints, Ints, Ints, int, int], int]
 
 # A policy is a file with these two functions, and a line here.
-_POLICIES: dict[Policy, tuple[Touch, Victim]] = {
+_POLICIES: dict[PoolPolicy, tuple[Touch, Victim]] = {
     "fifo": (fifo.touch, fifo.victim),
     "lru": (lru.touch, lru.victim),
     "clock": (clock.touch, clock.victim),
@@ -45,7 +45,7 @@ _POLICIES: dict[Policy, tuple[Touch, Victim]] = {
 
 
 def plan_direct(
-    policy: Policy,
+    policy: PoolPolicy,
     selection: Selection,
     ring_first_B: Longs,
     state: PoolState,
@@ -100,7 +100,7 @@ class _Request(NamedTuple):
 
 
 @cache
-def _planner(policy: Policy) -> Callable[..., None]:
+def _planner(policy: PoolPolicy) -> Callable[..., None]:
     """The function that plans by one policy; its arguments are those of `plan_direct` and the arrays of the plan."""
     touch, victim = _POLICIES[policy]
 
@@ -214,7 +214,7 @@ def _place(request: _Request, misses: Ints, overflowed: Ints, victim: Victim) ->
             row = request.staging_row + int(position)
             overflowed[0, y] = token
             overflowed[1, y] = row
-            stats_C[OVERFLOWS] += 1
+            stats_C[STAGED] += 1
         promoted = token >= request.ring_first
         stats_C[PROMOTED] += promoted
         request.rows_X[position] = row
@@ -223,6 +223,6 @@ def _place(request: _Request, misses: Ints, overflowed: Ints, victim: Victim) ->
         count += 1
     stats_C[UNIQUE_MISSES] = count - stats_C[PROMOTED]
     stats_C[REPEATED_MISSES] = len(misses) - count
-    if stats_C[OVERFLOWS] > 0:
+    if stats_C[STAGED] > 0:
         clear(overflowed)
     return count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -51,6 +52,8 @@ class OpClock:
         self._calls: Counter[tuple[str, Mode]] = Counter()
         self._total_s: defaultdict[tuple[str, Mode], float] = defaultdict(float)
         self._pending: list[tuple[tuple[str, Mode], Tensor, Tensor]] = []
+        # Side streams of a CPU are threads.
+        self._lock = threading.Lock()
         self._profile: Tensor | None = _profile(device) if traced else None
         self.trace: str | None = None
 
@@ -99,9 +102,12 @@ class OpClock:
         self._pending.clear()
 
     def _add(self, key: tuple[str, Mode], seconds: float) -> None:
-        self._calls[key] += 1
-        self._total_s[key] += seconds
-        if self._profile is not None and self._calls.total() >= TRACED_CALLS:
+        with self._lock:
+            self._calls[key] += 1
+            self._total_s[key] += seconds
+            is_long_enough = self._calls.total() >= TRACED_CALLS
+        # A profiler is stopped where it was started.
+        if self._profile is not None and is_long_enough and threading.current_thread() is threading.main_thread():
             self._end_trace()
 
     def _end_trace(self) -> None:

@@ -45,7 +45,7 @@ class RunOptions:
     top_p: share of probability that is drawn from.
     seed: of random prompts and of drawn tokens.
     host_gib: host memory that an offloaded KV cache may take, in GiB; unset takes what is free.
-    check: before every attention over offloaded rows, compare them with the host's and the pools with their rules.
+    check: in decode steps, compare the rows that attention reads with the host's, and pools with their rules.
     record: write what the indexers select in decode steps to this trace file; of the first process's requests.
     profile: write a Chrome trace with castoff's op names to this file, and report the time of every op.
     """

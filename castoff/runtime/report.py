@@ -60,6 +60,11 @@ class RunReport:
         """New tokens of all requests over the time of the run."""
         return sum(len(result.tokens) for result in self.results) / self.total_s
 
+    def _offload_json(self) -> dict[str, Any] | None:
+        if self.offload is None:
+            return None
+        return {"sparse_steps": self.statistics.sparse_steps, **self.offload.as_json()}
+
     def as_json(self) -> dict[str, Any]:
         """The object that `castoff run --json` writes. Its keys are a contract."""
         return {
@@ -73,7 +78,7 @@ class RunReport:
             "decode_steps": self.statistics.decode_steps,
             "sparse_steps": self.statistics.sparse_steps,
             "shared_prompt_tokens": self.statistics.shared_prompt_tokens,
-            "offload": self.offload.as_json() if self.offload else None,
+            "offload": self._offload_json(),
             "ops": [_op(op) for op in self.ops],
             "memory": {
                 "weights_bytes": self.memory.weights_bytes,

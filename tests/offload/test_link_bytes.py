@@ -1,4 +1,4 @@
-"""What crosses the link, counted where rows are copied, against what a run reports and what its plans say."""
+"""What crosses the link, counted in the lists that copies are given, against what a run reports."""
 
 from typing import Any
 
@@ -17,7 +17,8 @@ from tests.offload.runs import POOL, Case, options_of, outcome  # noqa: E402
 @pytest.mark.parametrize("mode", ["direct", "gather", "serve_install"])
 def test_rows_are_read_as_often_as_reported(mode: OffloadMode, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    fetch, serve = programs.fetch, programs.serve
+    written: list[int] = []
+    fetch, serve, write = programs.fetch, programs.serve, programs.write_to_host
 
     def counting_fetch(host: Any, tables: Any, slots: Any, plan: Any, *rest: Any) -> None:
         live_BX = torch.arange(plan.ids_BX.shape[1]) < plan.counts_B[:, None]
@@ -28,6 +29,11 @@ def test_rows_are_read_as_often_as_reported(mode: OffloadMode, drafts: int, monk
         read.append(int((plan.sources_TK < -1).sum()))
         serve(host, tables, plan, *rest)
 
+    def counting_write(region: Any, own_rows: Any, host: Any, slots: Any) -> None:
+        written.append(int((slots >= 0).sum()))
+        write(region, own_rows, host, slots)
+
+    monkeypatch.setattr(programs, "write_to_host", counting_write)
     monkeypatch.setattr(programs, "fetch", counting_fetch)
     monkeypatch.setattr(programs, "serve", counting_serve)
     case = Case(drafts=drafts, prompts=(POOL + 1, 3 * POOL), slots=2)
@@ -36,6 +42,7 @@ def test_rows_are_read_as_often_as_reported(mode: OffloadMode, drafts: int, monk
     # Rows of kv_lora_rank 128 and a rope part of 8, in fp32.
     row_bytes = 136 * 4
     assert report.link_bytes == sum(read) * row_bytes
+    assert report.written_bytes == sum(written) * row_bytes
     if mode == "direct":
         assert report.link_bytes == sum(len(group.layers) * group.unique_misses for group in report.groups) * row_bytes
         assert sum(group.promoted_rows for group in report.groups) > 0

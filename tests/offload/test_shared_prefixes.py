@@ -28,7 +28,7 @@ def requests() -> list[Request]:
     ]
 
 
-def tokens(mode: OffloadMode, *, shares: bool) -> tuple[list[list[int]], int, int]:
+def tokens(mode: OffloadMode, *, shares: bool) -> tuple[list[list[int]], int]:
     options = None if mode == "none" else options_of(mode)
     engine = engine_of(replace(CASE, prompts=(90,)), options)
     scheduler = Scheduler(engine, slots=3, chunk_tokens=32, sampling=Sampling(), shares_prefixes=shares)
@@ -36,16 +36,16 @@ def tokens(mode: OffloadMode, *, shares: bool) -> tuple[list[list[int]], int, in
         results = scheduler.run(requests())
     engine.close()
     assert engine.pool.free_blocks == engine.pool.num_blocks
-    return [result.tokens for result in results], scheduler.statistics.shared_prompt_tokens, len(results)
+    return [result.tokens for result in results], scheduler.statistics.shared_prompt_tokens
 
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("mode", ["none", *MODES])
 def test_the_tokens_stay_the_same_and_blocks_are_taken_over(mode: OffloadMode) -> None:
-    own, computed_alone, _ = tokens(mode, shares=False)
-    shared, taken_over, _ = tokens(mode, shares=True)
+    own, computed_alone = tokens(mode, shares=False)
+    shared, taken_over = tokens(mode, shares=True)
     assert shared == own
     assert computed_alone == 0
-    # Whole blocks before the last token that is the same: two for each of the three that begin alike.
-    assert taken_over >= 2 * BLOCK_TOKENS
-    assert taken_over % BLOCK_TOKENS == 0
+    # Whole blocks before the last token that is the same: two of the second request from the first. The fourth, whose
+    # own begins to differ at the end of the second block, takes one from the second; the fifth two, from whom is there.
+    assert taken_over == 5 * BLOCK_TOKENS

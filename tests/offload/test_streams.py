@@ -1,145 +1,297 @@
-"""What must happen before what, proven from what main recorded, waited for and submitted, and by streams that lag."""
+"""What must happen before what: device streams over a device that only keeps account, and threads.
 
+Every op of a run tells which rows it reads and writes, and on which stream. Two accesses of one row, one of them a
+write, must be ordered by the streams and by the events between them, whatever main's order was.
+"""
+
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from castoff.errors import CastoffError
-from castoff.model.offload import Label
-from castoff.offload.streams import StreamFigures, ThreadStreams
-from castoff.ops.program import MAIN, op_observer
+from castoff.offload import streams as stream_module
+from castoff.offload.streams import DeviceStreams, ThreadStreams
+from castoff.ops.attention import row_slots
+from castoff.ops.program import Op
 from castoff.spec.offload import OffloadMode
 
 torch = pytest.importorskip("torch")
 
 from tests.offload.runs import MODES, Case, assert_equal, opened, options_of, outcome, with_streams  # noqa: E402
 
-CASE = Case(kind="glm52", drafts=1, prompts=(40, 70, 33), slots=2, new_tokens=6, chunk_tokens=32)
+CASE = Case(kind="glm52", drafts=1, prompts=(40, 70, 33), slots=2, new_tokens=6, chunk_tokens=32, check=False)
+Clock = dict[str, int]
+Place = tuple[int, int]
 
 
-@dataclass(eq=False)
-class Node:
-    """Something that a stream did: an op, a named point, or a piece of work as a whole."""
+class FakeStream:
+    """A stream that does at once what it is given, and keeps account of what it knows to be done."""
 
-    what: object
-    stream: str
-    before: list["Node"] = field(default_factory=list)
+    def __init__(self, device: "FakeDevice", name: str) -> None:
+        self.device, self.name = device, name
+        self.known: Clock = defaultdict(int)
 
-    def follows(self, other: "Node") -> bool:
-        """Whether this must come after the other."""
-        seen, todo = set(), [self]
-        while todo:
-            node = todo.pop()
-            if node is other:
-                return True
-            if id(node) not in seen:
-                seen.add(id(node))
-                todo.extend(node.before)
-        return False
+    def __enter__(self) -> None:
+        self.device.running.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.device.running.pop()
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        for name, done in event.known.items():
+            self.known[name] = max(self.known[name], done)
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        for name, done in other.known.items():
+            self.known[name] = max(self.known[name], done)
+
+    def synchronize(self) -> None:
+        """The host waits, which orders nothing on the device that events do not."""
+
+    def did(self) -> int:
+        self.known[self.name] += 1
+        return self.known[self.name]
+
+
+class FakeEvent:
+    known: Clock
+
+    def record(self, stream: FakeStream) -> None:
+        self.known = dict(stream.known)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return 1.0
 
 
 @dataclass
-class _Task:
+class Access:
+    """An op's access of a row: on which stream, as its how-manieth op, knowing what."""
+
+    op: str
     stream: str
-    work: Callable[[], None]
-    node: Node
+    at: int
+    known: Clock
 
 
-class LaggingStreams:
-    """Streams that do nothing before main waits for it, and keep the order of what they did.
+@dataclass
+class FakeDevice:
+    """Streams, and the last accesses of every row: a write, and the reads since."""
 
-    Whatever main does too early, it does to rows that others still need. Edges come from events alone, not from the
-    order in which main handed work out.
-    """
+    running: list[FakeStream] = field(default_factory=list)
+    writes: dict[Place, Access] = field(default_factory=dict)
+    reads: dict[Place, list[Access]] = field(default_factory=lambda: defaultdict(list))
+    ops: list[tuple[str, str]] = field(default_factory=list)
+    races: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.running.append(FakeStream(self, "main"))
+
+    def access(self, op: str, reads: set[Place], writes: set[Place]) -> None:
+        stream = self.running[-1]
+        access = Access(op, stream.name, stream.did(), dict(stream.known))
+        self.ops.append((op, stream.name))
+        for place in reads | writes:
+            earlier = [self.writes[place]] if place in self.writes else []
+            if place in writes:
+                earlier += self.reads.pop(place, [])
+            for other in earlier:
+                if access.known.get(other.stream, 0) < other.at:
+                    self.races.append(f"{op} on {stream.name} does not wait for {other.op} on {other.stream}")
+            if place in writes:
+                self.writes[place] = access
+            else:
+                self.reads[place].append(access)
+
+
+def rows_at(tensor: Any, rows: Any) -> set[Place]:
+    """Rows of a tensor, whose address names it."""
+    return {(tensor.data_ptr(), int(row)) for row in torch.as_tensor(rows).flatten().tolist()}
+
+
+def whole(*tensors: Any) -> set[Place]:
+    return {(tensor.data_ptr(), -1) for tensor in tensors}
+
+
+def accesses(op: Op, inputs: tuple[Any, ...], attributes: dict[str, Any]) -> tuple[set[Place], set[Place]]:
+    """Rows that an op reads and writes; ops that touch nothing that is shared between streams have none."""
+    match op.name:
+        case "mlapo":
+            slots_T, cache = inputs[3], inputs[4]
+            return set(), rows_at(cache, slots_T[slots_T >= 0])
+        case "offload_plan" | "gather_plan":
+            return set(), whole(inputs[6])
+        case "serve_plan":
+            return whole(inputs[6], inputs[8]), set()
+        case "install_metadata":
+            return whole(inputs[1], inputs[2], inputs[3]), whole(inputs[4], inputs[5])
+        case "offload_fetch":
+            return _fetch_accesses(*inputs, sizes=attributes["sizes"])
+        case "offload_serve":
+            host, tables, sources_TK, region, selection = inputs
+            hosted = row_slots(-2 - sources_TK, tables, host.shape[1])[sources_TK < -1]
+            reads = rows_at(host, hosted) | rows_at(region, sources_TK[sources_TK >= 0])
+            return reads, rows_at(selection, torch.arange(sources_TK.numel()))
+        case "offload_install":
+            selection, to_rows, origins, counts, region = inputs
+            live = (torch.arange(to_rows.shape[1]) < counts[:, None]) & (to_rows >= 0)
+            return rows_at(selection, origins[live]) | whole(to_rows), rows_at(region, to_rows[live])
+        case "host_row_write":
+            region, own_rows, host, slots = inputs
+            return rows_at(region, own_rows[own_rows >= 0]), rows_at(host, slots[slots >= 0])
+        case "store_rows":
+            buffer, host = inputs
+            span = range(attributes["start"], attributes["end"])
+            return rows_at(buffer, list(span)), rows_at(host, _slots(span, attributes["blocks"], host))
+        case "load_rows":
+            host, buffer = inputs
+            span = range(attributes["end"])
+            return rows_at(host, _slots(span, attributes["blocks"], host)), rows_at(buffer, list(span))
+        case "multihead_latent_attention":
+            return _attention_accesses(*inputs), set()
+    return set(), set()
+
+
+def _slots(span: range, blocks: tuple[int, ...], host: Any) -> list[int]:
+    tokens = host.shape[1]
+    return [blocks[at // tokens] * tokens + at % tokens for at in span]
+
+
+def _fetch_accesses(
+    host: Any, tables: Any, slots: Any, ids: Any, to_rows: Any, counts: Any, region: Any, staging: Any, *, sizes: Any
+) -> tuple[set[Place], set[Place]]:
+    live = torch.arange(ids.shape[1]) < counts[:, None]
+    from_host = live & (ids >= 0)
+    ring = sizes.pool_rows + slots[:, None] * sizes.ring_tokens + (-2 - ids) % sizes.ring_tokens
+    reads = rows_at(host, row_slots(ids, tables, host.shape[1])[from_host]) | rows_at(region, ring[live & (ids < -1)])
+    staged = live & (to_rows >= sizes.layer_rows)
+    writes = rows_at(region, to_rows[live & ~staged]) | rows_at(staging, to_rows[staged] - sizes.layer_rows)
+    return reads | whole(ids), writes
+
+
+def _attention_accesses(
+    q: Any, cache: Any, ids: Any, tables: Any, lengths: Any, kv_b: Any, staging: Any = None
+) -> set[Place]:
+    if tables is not None:
+        slots = row_slots(ids, tables, cache.shape[1])
+        return rows_at(cache, slots[ids >= 0])
+    rows = ids[ids >= 0]
+    if staging is None:
+        return rows_at(cache, rows)
+    own = cache.shape[0] - 1
+    return rows_at(cache, rows[rows < own]) | rows_at(staging, rows[rows >= own] - own)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """Device streams over the fake, in the next engine; every op that is computed is accounted for."""
+    fake = FakeDevice()
+    names = iter(["copy", "install", "third"])
+    own = SimpleNamespace(
+        Event=lambda device, enable_timing=False: FakeEvent(),
+        Stream=lambda device: FakeStream(fake, next(names)),
+        accelerator=SimpleNamespace(current_stream=lambda device: fake.running[-1]),
+        cuda=SimpleNamespace(is_current_stream_capturing=lambda: False),
+    )
+    monkeypatch.setattr(stream_module, "torch", own)
+    with_streams(monkeypatch, [DeviceStreams(torch.device("cpu"))])
+    compute = Op.compute
+
+    def accounted(op: Op, *inputs: Any, **attributes: Any) -> Any:
+        reads, writes = accesses(op, inputs, attributes)
+        fake.access(op.name, reads, writes)
+        return compute(op, *inputs, **attributes)
+
+    monkeypatch.setattr(Op, "compute", accounted)
+    return fake
+
+
+@pytest.mark.property
+@pytest.mark.parametrize("mode", MODES)
+def test_every_conflict_is_ordered_by_events(mode: OffloadMode, device: FakeDevice) -> None:
+    """Through prompts in chunks, decode steps with drafts, requests that leave and others that take their place."""
+    with opened(CASE, options_of(mode)) as (_, scheduler):
+        scheduler.run(CASE.requests)
+    assert sorted(set(device.races)) == []
+    streams = set(device.ops)
+    assert ("store_rows", "copy") in streams
+    assert ("store_rows", "main") not in streams
+    if mode == "direct":
+        assert ("offload_fetch", "copy") in streams
+    if mode == "serve_install":
+        assert ("offload_install", "install") in streams
+        assert ("offload_install", "main") not in streams
+        assert ("install_metadata", "main") not in streams
+
+
+@pytest.mark.property
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_stands_between_a_layers_rows_and_its_attention(mode: OffloadMode, device: FakeDevice) -> None:
+    """On main: no install, and no fetch for another layer, between a layer's serve, or its own write, and attention."""
+    with opened(CASE, options_of(mode)) as (_, scheduler):
+        scheduler.run(CASE.requests)
+    main = [op for op, stream in device.ops if stream == "main"]
+    last = {"direct": "host_row_write", "gather": "offload_fetch", "serve_install": "offload_serve"}[mode]
+    found = [main[at + 1] for at, op in enumerate(main) if op == last]
+    assert found
+    assert set(found) == {"multihead_latent_attention"}
+
+
+@pytest.mark.property
+@pytest.mark.parametrize(
+    ("mode", "lost", "said"),
+    [
+        ("serve_install", "wait", "does not wait for"),
+        ("direct", "wait", "multihead_latent_attention on main does not wait for offload_fetch on copy"),
+        ("direct", "after", "does not wait for"),
+        ("gather", "after", "store_rows on copy does not wait for mlapo on main"),
+    ],
+)
+def test_a_lost_edge_is_found(
+    mode: OffloadMode, lost: str, said: str, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The account is worth something: without main's waits, or without what work comes after, there are races."""
+    if lost == "wait":
+        monkeypatch.setattr(DeviceStreams, "wait", lambda self, label: None)
+    else:
+        monkeypatch.setattr(FakeStream, "wait_event", lambda self, event: None)
+        monkeypatch.setattr(FakeStream, "wait_stream", lambda self, other: None)
+    with opened(CASE, options_of(mode)) as (_, scheduler):
+        scheduler.run(CASE.requests)
+    assert any(said in race for race in device.races), sorted(set(device.races))
+
+
+class LaggingStreams(ThreadStreams):
+    """Streams that do nothing before main waits for it: what main does too early, it does to rows that others need."""
 
     def __init__(self) -> None:
-        self.figures = StreamFigures()
-        self.nodes: list[Node] = []
-        self._last: dict[str, Node] = {}
-        self._recorded: dict[Label, Node] = {}
-        self._queues: dict[str, list[_Task]] = {}
-        self._tasks: dict[Label, _Task] = {}
-        self._running = MAIN
+        super().__init__()
+        self._work: dict[str, list[tuple[object, Any]]] = defaultdict(list)
 
-    def note(self, what: object) -> Node:
-        node = Node(what, self._running, [self._last[self._running]] if self._running in self._last else [])
-        self._last[self._running] = node
-        self.nodes.append(node)
-        return node
+    def submit(self, stream: str, label: Any, work: Any, *, after: Any) -> None:
+        self._work[stream].append((label, work))
 
-    def record(self, label: Label) -> None:
-        self._recorded[label] = self.note(("record", label))
-
-    def wait(self, label: Label) -> None:
-        task = self._tasks.get(label)
-        node = self.note(("wait", label))
-        if task is not None:
-            self._run(task)
-            node.before.append(task.node)
-
-    def submit(self, stream: str, label: Label, work: Callable[[], None], *, after: Label) -> None:
-        task = _Task(stream, work, Node(("done", label), stream))
-        # Known by the label in the step's own order, so that a test can find it.
-        self.nodes.append(task.node)
-        if after in self._recorded:
-            task.node.before.append(self._recorded[after])
-        queue = self._queues.setdefault(stream, [])
-        if queue:
-            task.node.before.append(queue[-1].node)
-        elif stream in self._last:
-            task.node.before.append(self._last[stream])
-        queue.append(task)
-        self._tasks[label] = task
-
-    def _run(self, task: _Task) -> None:
-        queue = self._queues[task.stream]
-        while task in queue:
-            first = queue.pop(0)
-            self._running = first.stream
-            self._last[first.stream] = Node("begin", first.stream, list(first.node.before))
-            first.work()
-            first.node.before.append(self._last[first.stream])
-            self._last[first.stream] = first.node
-            self._running = MAIN
+    def wait(self, label: Any) -> None:
+        for queue in self._work.values():
+            labels = [own for own, _ in queue]
+            if label in labels:
+                reach = len(labels) - labels[::-1].index(label)
+                todo = queue[:reach]
+                del queue[:reach]
+                for _, work in todo:
+                    work()
 
     def drain(self) -> None:
-        for queue in self._queues.values():
+        for queue in self._work.values():
             while queue:
-                self._run(queue[-1])
-
-    def abandon(self) -> None:
-        self.drain()
-
-    def close(self) -> None:
-        self._queues.clear()
-
-
-@contextmanager
-def noted_ops(streams: LaggingStreams) -> Iterator[None]:
-    @contextmanager
-    def observe(name: str) -> Iterator[None]:
-        streams.note(name)
-        yield
-
-    token = op_observer.set(observe)
-    try:
-        yield
-    finally:
-        op_observer.reset(token)
-
-
-@pytest.fixture(params=MODES)
-def traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[OffloadMode, list[Node]]:
-    """The nodes of a short run of every mode, whose streams do everything as late as events allow."""
-    streams = LaggingStreams()
-    with_streams(monkeypatch, [streams])
-    options = options_of(request.param)
-    with noted_ops(streams), opened(CASE, options) as (_, scheduler):
-        scheduler.run(CASE.requests)
-    return request.param, streams.nodes
+                queue.pop(0)[1]()
 
 
 @pytest.mark.numerics
@@ -149,98 +301,6 @@ def test_streams_that_lag_as_far_as_they_may_change_nothing(mode: OffloadMode, m
     with_streams(monkeypatch, [LaggingStreams()])
     given = {"mtp_gather_reuse": False} if mode == "gather" else {}
     assert_equal(outcome(CASE, options_of(mode, **given)), expected)
-
-
-def occurrences(nodes: list[Node], what: object) -> list[Node]:
-    return [node for node in nodes if node.what == what]
-
-
-def assert_each_follows_its_last(nodes: list[Node], later: object, earlier: object) -> None:
-    """Every `later` comes after the `earlier` that was last called for before it."""
-    place = {id(node): index for index, node in enumerate(nodes)}
-    checked = 0
-    for node in occurrences(nodes, later):
-        before = [other for other in occurrences(nodes, earlier) if place[id(other)] < place[id(node)]]
-        if before:
-            assert node.follows(before[-1]), f"{later} does not wait for {earlier}"
-            checked += 1
-    assert checked, f"{earlier} never came before {later}"
-
-
-GROUPS = ((0,), (1, 2, 3))
-
-
-@pytest.mark.property
-def test_every_edge_of_a_step_is_an_event(traced: tuple[OffloadMode, list[Node]]) -> None:
-    mode, nodes = traced
-    if mode == "serve_install":
-        for index, layers in enumerate(GROUPS):
-            # a: a plan comes after the metadata of the step before.
-            assert_each_follows_its_last(nodes, ("record", ("planned", index)), ("done", ("group installed", index)))
-            for layer in layers:
-                # b and e: a serve reads a pool that is whole, and overwrites a selection that is installed.
-                assert_each_follows_its_last(nodes, ("record", ("served", layer)), ("done", ("installed", layer)))
-                # d: an install comes after the serve whose selection it copies.
-                assert_each_follows_its_last(nodes, ("done", ("installed", layer)), ("record", ("served", layer)))
-                # f: metadata changes after every install that reads it.
-                assert_each_follows_its_last(
-                    nodes, ("done", ("group installed", index)), ("done", ("installed", layer))
-                )
-    if mode == "direct":
-        for layer in GROUPS[1][1:]:
-            # Fetches of later layers know the plan, and attention waits for them.
-            assert_each_follows_its_last(nodes, ("done", ("fetched", layer)), ("record", ("planned", 1)))
-            assert_each_follows_its_last(nodes, ("record", ("readable", layer)), ("done", ("fetched", layer)))
-            # The next plan gives rows away only after the last fetch into them.
-            assert_each_follows_its_last(nodes, ("record", ("planned", 1)), ("done", ("fetched", layer)))
-    # Prompts: a buffer takes new rows after the old ones are in host memory, and a plan follows both.
-    for buffer in (0, 1):
-        assert_each_follows_its_last(nodes, ("done", ("stored", buffer)), ("record", ("written", buffer)))
-        assert_each_follows_its_last(nodes, ("wait", ("loaded", buffer)), ("done", ("stored", buffer)))
-        assert_each_follows_its_last(nodes, ("done", ("loaded", buffer)), ("record", ("attended", buffer)))
-        assert_each_follows_its_last(nodes, ("record", ("planned", 0)), ("done", ("stored", buffer)))
-
-
-@pytest.mark.property
-def test_nothing_stands_between_readable_rows_and_attention(traced: tuple[OffloadMode, list[Node]]) -> None:
-    mode, nodes = traced
-    main = [node.what for node in nodes if node.stream == MAIN]
-    name = "served" if mode == "serve_install" else "readable"
-    starts = [
-        at for at, what in enumerate(main) if isinstance(what, tuple) and what[0] == "record" and what[1][0] == name
-    ]
-    assert starts
-    for at in starts:
-        assert main[at + 1] == "multihead_latent_attention", main[at - 3 : at + 3]
-
-
-@pytest.mark.property
-def test_new_rows_reach_the_host_before_they_are_served(traced: tuple[OffloadMode, list[Node]]) -> None:
-    """Edge c of the published route, and of gather, which reads this step's own rows from the host too."""
-    mode, nodes = traced
-    if mode == "direct":
-        pytest.skip("direct reads this step's rows from its ring")
-    main = [node.what for node in nodes if node.stream == MAIN and isinstance(node.what, str)]
-    op = "offload_serve" if mode == "serve_install" else "offload_fetch"
-    served = [at for at, what in enumerate(main) if what == op]
-    assert served
-    for at in served:
-        since = main[:at][::-1]
-        written = since.index("host_row_write")
-        assert "multihead_latent_attention" not in since[:written], "the write is of this layer"
-
-
-def test_installs_and_follower_fetches_are_not_on_main(traced: tuple[OffloadMode, list[Node]]) -> None:
-    mode, nodes = traced
-    streams = {(node.what, node.stream) for node in nodes if isinstance(node.what, str)}
-    if mode == "serve_install":
-        assert ("offload_install", "install") in streams
-        assert ("offload_install", MAIN) not in streams
-        assert ("install_metadata", MAIN) not in streams
-    if mode == "direct":
-        assert ("offload_fetch", "copy") in streams
-    assert ("store_rows", "copy") in streams
-    assert ("store_rows", MAIN) not in streams
 
 
 def test_a_failed_thread_is_heard_of_and_nothing_hangs() -> None:
@@ -268,4 +328,43 @@ def test_waiting_twice_and_for_nothing_returns_at_once() -> None:
     streams.wait(("fetched", 1))
     assert done == [1]
     assert streams.figures.waits == 1
+    streams.close()
+
+
+def test_closing_while_work_is_waiting_never_hangs() -> None:
+    """The threads take work from their queues while main closes them."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            streams = ThreadStreams()
+            for label in range(20):
+                streams.submit("copy", ("fetched", label), lambda: None, after=("planned", 0))
+            closing = threading.Thread(target=streams.close, daemon=True)
+            closing.start()
+            closing.join(timeout=30)
+            assert not closing.is_alive()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_work_that_an_interrupted_wait_was_for_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, done, go = ThreadStreams(), [], threading.Event()
+
+    def slow() -> None:
+        go.wait(10)
+        done.append(1)
+
+    streams.submit("copy", ("fetched", 1), slow, after=("planned", 0))
+
+    def interrupted(self: threading.Event, timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams._open["fetched", 1].done, "wait", interrupted.__get__(streams._open["fetched", 1].done))
+        with pytest.raises(KeyboardInterrupt):
+            streams.wait(("fetched", 1))
+    go.set()
+    streams.abandon()
+    assert done == [1], "nothing goes on after what was abandoned"
     streams.close()

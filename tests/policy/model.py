@@ -138,7 +138,7 @@ class Direct:
             else:
                 placed[token] = self._place(row.slot, token, now, s * out.columns + k, stats)
                 promoted = token >= ring_first
-                stats["promoted" if promoted else "unique_misses"] += 1
+                stats["promoted_rows" if promoted else "unique_misses"] += 1
                 out.lists[b].append((-2 - token if promoted else token, placed[token]))
             out.put(b, s, k, placed[token])
 
@@ -146,7 +146,7 @@ class Direct:
         pool, chosen = self.pools[slot], token % self.sizes.sets
         way = victim(self.policy, pool, chosen, self.sizes.ways, now)
         if way is None:
-            stats["overflows"] += 1
+            stats["staged_rows"] += 1
             return self.sizes.staging_start + slot * self.sizes.staging_rows + position
         pool.tags[chosen, way] = token
         pool.used[chosen, way] = now

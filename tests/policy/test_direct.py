@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from castoff.policy import direct
-from castoff.policy.arrays import HITS, OVERFLOWS, PROMOTED, STATS, WINDOW_READS, FetchPlan, PoolState, Selection
-from castoff.policy.direct import Policy, plan_direct
+from castoff.policy.arrays import HITS, PROMOTED, STAGED, STATS, WINDOW_READS, FetchPlan, PoolState, Selection
+from castoff.policy.direct import plan_direct
+from castoff.spec.offload import PoolPolicy
 from tests.policy import model
 from tests.policy.compare import assert_equal, plain_python, strict
 from tests.policy.decoding import Array, Decoding, Sizes, Step, clear_slot, empty_pools, seeds, sizes
 
-POLICIES = get_args(Policy)
+POLICIES = get_args(PoolPolicy)
 
 
-def run(policy: Policy, given_sizes: Sizes, step: Step, state: PoolState) -> FetchPlan:
+def run(policy: PoolPolicy, given_sizes: Sizes, step: Step, state: PoolState) -> FetchPlan:
     return plan_direct(
         policy,
         step.selection,
@@ -47,9 +48,9 @@ def check_invariants(given_sizes: Sizes, step: Step, before: PoolState, state: P
         ids, rows = step.selection.topk_TK[tokens].reshape(-1), plan.rows_TK[tokens].reshape(-1)
         stats = dict(zip(STATS, plan.stats_BC[b].tolist(), strict=True))
         valid = rows >= 0
-        assert valid.sum() == sum(stats[name] for name in STATS if name not in ("unique_hits", "overflows"))
+        assert valid.sum() == sum(stats[name] for name in STATS if name not in ("unique_hits", "staged_rows"))
         fetched = plan.fetch_rows_BX[b, : plan.counts_B[b]]
-        assert len(fetched) == stats["unique_misses"] + stats["promoted"]
+        assert len(fetched) == stats["unique_misses"] + stats["promoted_rows"]
         assert len(np.unique(fetched)) == len(fetched), "nothing is fetched to one row twice"
         if slot < 0:
             assert not valid.any()
@@ -90,7 +91,7 @@ def check_rows(
 @pytest.mark.property
 @pytest.mark.parametrize("policy", POLICIES)
 @given(given_sizes=sizes, seed=seeds)
-def test_equals_the_model(policy: Policy, given_sizes: Sizes, seed: int) -> None:
+def test_equals_the_model(policy: PoolPolicy, given_sizes: Sizes, seed: int) -> None:
     decoding, state = Decoding(given_sizes, seed), empty_pools(given_sizes)
     expected = model.Direct(policy, given_sizes)
     for _ in range(25):
@@ -109,7 +110,7 @@ def test_equals_the_model(policy: Policy, given_sizes: Sizes, seed: int) -> None
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=15)
 @given(given_sizes=sizes, seed=seeds)
-def test_plain_python_gives_the_same_and_stays_in_bounds(policy: Policy, given_sizes: Sizes, seed: int) -> None:
+def test_plain_python_gives_the_same_and_stays_in_bounds(policy: PoolPolicy, given_sizes: Sizes, seed: int) -> None:
     decoding, state = Decoding(given_sizes, seed), empty_pools(given_sizes)
     plain = strict(state)
     for _ in range(6):
@@ -127,7 +128,7 @@ class OneRequest(RuleBasedStateMachine):
     """One request whose selections Hypothesis draws, in a pool of its choice; what fails shrinks to few ids."""
 
     @initialize(given_sizes=st.builds(Sizes, st.just(1), *[st.integers(1, 4)] * 4), policy=st.sampled_from(POLICIES))
-    def start(self, given_sizes: Sizes, policy: Policy) -> None:
+    def start(self, given_sizes: Sizes, policy: PoolPolicy) -> None:
         self.sizes, self.policy = given_sizes, policy
         self.state, self.model = empty_pools(given_sizes), model.Direct(policy, given_sizes)
         self.first = self.committed = 1
@@ -167,7 +168,7 @@ TestOneRequest.settings = settings(max_examples=40, stateful_step_count=20)
 
 
 def one_call(
-    policy: Policy, given_sizes: Sizes, topk: Array, committed: int, state: PoolState, *, ring_first: int = 0
+    policy: PoolPolicy, given_sizes: Sizes, topk: Array, committed: int, state: PoolState, *, ring_first: int = 0
 ) -> FetchPlan:
     queries = len(topk)
     selection = Selection(
@@ -177,7 +178,7 @@ def one_call(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_pool_of_16_rows_serves_8192_ids(policy: Policy) -> None:
+def test_a_pool_of_16_rows_serves_8192_ids(policy: PoolPolicy) -> None:
     given_sizes = Sizes(slots=1, sets=1, ways=16, queries=4, columns=2048)
     rng, expected = np.random.default_rng(0), model.Direct(policy, given_sizes)
     state = empty_pools(given_sizes)
@@ -190,11 +191,11 @@ def test_a_pool_of_16_rows_serves_8192_ids(policy: Policy) -> None:
         )
         assert_equal(plan, first)
         assert_equal(state, expected.state())
-        assert plan.stats_BC[0, OVERFLOWS] > 6000
+        assert plan.stats_BC[0, STAGED] > 6000
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_longest_contexts(policy: Policy) -> None:
+def test_the_longest_contexts(policy: PoolPolicy) -> None:
     given_sizes = Sizes(slots=1, sets=7, ways=3, queries=1, columns=4)
     state = empty_pools(given_sizes)
     last = 2**31 - 2
@@ -237,14 +238,14 @@ def test_rows_in_the_order_of_the_definition() -> None:
         "unique_misses": 2,
         "repeated_misses": 1,
         "window_reads": 2,
-        "promoted": 2,
-        "overflows": 1,
+        "promoted_rows": 2,
+        "staged_rows": 1,
     }
     assert state.tags_RNW.tolist() == [[[4, 2], [3, -1]]]
 
 
 @pytest.mark.parametrize(("policy", "gone"), [("fifo", 10), ("lru", 12), ("clock", 12)])
-def test_what_a_policy_gives_up(policy: Policy, gone: int) -> None:
+def test_what_a_policy_gives_up(policy: PoolPolicy, gone: int) -> None:
     """One set of 3 ways gets 10, 11, 12, then 10 again and 11 again, then 13."""
     given_sizes = Sizes(slots=1, sets=1, ways=3, queries=1, columns=3)
     state = empty_pools(given_sizes)

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 
 from castoff.policy.arrays import FetchPlan
-from castoff.policy.direct import Policy, plan_direct
+from castoff.policy.direct import plan_direct
 from castoff.policy.previous import plan_gather
 from castoff.policy.published import install_metadata, plan_serve
+from castoff.spec.offload import PoolPolicy
 from tests.policy.decoding import Array, Decoding, Sizes, Step, clear_slot, empty_pools, seeds, sizes
 from tests.policy.model import rows_of
 
@@ -69,10 +70,10 @@ class World:
 
 
 @pytest.mark.property
-@pytest.mark.parametrize("policy", get_args(Policy))
+@pytest.mark.parametrize("policy", get_args(PoolPolicy))
 @fewer
 @given(given_sizes=sizes, seed=seeds)
-def test_direct(policy: Policy, given_sizes: Sizes, seed: int) -> None:
+def test_direct(policy: PoolPolicy, given_sizes: Sizes, seed: int) -> None:
     world, state = World(given_sizes, seed), empty_pools(given_sizes)
     for _ in range(STEPS):
         for slot in world.decoding.started:

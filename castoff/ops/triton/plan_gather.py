@@ -117,8 +117,16 @@ def plan_gather_kernel(
     slot = tl.load(request_slots_ptr + request).to(tl.int32)
     # A padding row is a request of length 0, which may see nothing.
     length = tl.load(seq_lens_ptr + request, mask=slot >= 0, other=0).to(tl.int32)
+    buffered = tl.where(slot >= 0, SETS * WAYS, 0)
     slot = tl.maximum(slot, 0)
     now = tl.load(committed_ptr + request).to(tl.int32)
+    # Rows of rejected tokens are written anew: no query may find them, nor one that this call leaves out.
+    for start in range(0, buffered, BLOCK):
+        place_X = start + tl.arange(0, BLOCK)
+        held_ptrs = tags_ptr + slot * SETS * WAYS + place_X
+        held_X = tl.load(held_ptrs, mask=place_X < SETS * WAYS, other=NONE)
+        tl.store(held_ptrs, NONE, mask=held_X >= now)
+    tl.debug_barrier()
     topk_ptr += request * POSITIONS
     rows_ptr += request * POSITIONS
     fetch_ids_ptr += request * POSITIONS

@@ -303,6 +303,7 @@ def plan_gather(step: Step, tags: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
             continue
         now, listed, hit_ids, missed = int(step.committed[b]), [], [], []
         selected = list(step.selected(b))
+        tags[slot][tags[slot] >= now] = -1
         for query in range(step.queries):
             token = b * step.queries + query
             if step.slot_mapping[token] < 0:
