@@ -7,8 +7,8 @@
 
 GLM-5.2's row sizes and, in `step`, its dimensions with 8 experts a layer. Selections are scripted: a step keeps a share
 `--hits` of the last one and draws the others anew, so a pool of twice the selection or more has that hit rate. Rows are
-appended to benchmarks/offload.csv, with medians of several calls. `link copy` is one large copy from host memory, on a CPU one
-within its own.
+appended to benchmarks/offload.csv, with medians of several calls. `link copy` is one large copy from host memory, on a
+CPU one within its own.
 """
 
 from __future__ import annotations

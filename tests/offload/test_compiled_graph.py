@@ -20,7 +20,7 @@ def fresh_compiler() -> None:
 
 @pytest.mark.numerics
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "drafts"), [("gather", 0), ("serve_install", 0), ("direct", 2)])
+@pytest.mark.parametrize(("mode", "drafts"), [("gather", 2), ("serve_install", 0), ("direct", 2)])
 def test_traced_steps_give_the_bits_of_a_resident_cache(
     mode: OffloadMode, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,7 +41,8 @@ def test_traced_steps_give_the_bits_of_a_resident_cache(
     own = outcome(case, options_of(mode))
     assert len(traced) == (4 if drafts else 1)
     torch.compiler.reset()
-    assert_equal(own, outcome(case))
+    # Draft calls of gather reuse rows as they were.
+    assert_equal(own, outcome(case), drafts=mode != "gather")
 
 
 # torch's own, of a module that a compiler backend imports.

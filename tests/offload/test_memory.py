@@ -1,8 +1,11 @@
 """What offload holds for GLM-5.2, in closed form, and where host memory is taken."""
 
+import os
+
 import pytest
 
 from castoff.errors import CastoffError
+from castoff.offload import host_store
 from castoff.offload.host_store import processors_of
 from castoff.offload.memory import OffloadRun, offload_bytes, offloaded_groups
 from castoff.runtime.structure import run_setup
@@ -47,6 +50,41 @@ def test_prefetching_needs_a_staging_buffer_per_layer_of_a_group() -> None:
         for ahead in (True, False)
     ]
     assert staging == [4 * 2048 * 1152, 2048 * 1152]
+
+
+def test_what_is_held_is_what_was_said() -> None:
+    from tests.offload.runs import MODES, Case, engine_of, options_of
+
+    case = Case(drafts=1, prompts=(40,), slots=2)
+    for mode in MODES:
+        engine = engine_of(case, options_of(mode))
+        assert engine.offload is not None
+        held = offload_bytes(engine.setup, engine.offload._run, dtype=case.dtype)
+        assert (engine.offload.bytes, engine.offload.host_bytes) == (held.device, held.host)
+        engine.close()
+
+
+def test_host_memory_is_taken_on_the_processors_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the process has its own back afterwards; processors that it may not have change nothing."""
+    own, seen = os.sched_getaffinity(0), []
+    monkeypatch.setattr(host_store, "_processors_near", lambda device: {min(own)})
+    with host_store.near(torch.device("cuda")):
+        seen.append(os.sched_getaffinity(0))
+    assert seen == [{min(own)}]
+    assert os.sched_getaffinity(0) == own
+    monkeypatch.setattr(host_store, "_processors_near", lambda device: {100_000})
+    with host_store.near(torch.device("cuda")):
+        assert os.sched_getaffinity(0) == own
+
+
+def test_the_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_store, "available_bytes", lambda: 1_000)
+    host_store.check_host_bytes(600, None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(
+        CastoffError, match=r"needs 600 bytes of host memory in each of 2 processes, and 1,000 are free"
+    ):
+        host_store.check_host_bytes(600, None)
 
 
 def test_a_model_without_an_indexer_is_refused() -> None:
