@@ -11,6 +11,7 @@ from typing import Protocol
 
 import lazy_loader as lazy
 
+from castoff.errors import CastoffError
 from castoff.model.inputs import CacheSource, LatentCache, OffloadInputs
 from castoff.model.offload import MODES, GroupMemory, PrefillRows
 from castoff.model.setup import Setup
@@ -66,10 +67,18 @@ class OffloadedCaches:
         self.resident = resident
         self._device = device
         self.streams = streams
-        self.memory = allocate(setup, run, dtype=dtype, device=device)
+        try:
+            self.memory = allocate(setup, run, dtype=dtype, device=device)
+            self._buffers = prefill_buffers(setup, run, dtype=dtype, device=device)
+        # What torch raises for memory that a device does not have.
+        except RuntimeError as error:
+            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise CastoffError(
+                f"memory for the pools of --offload {run.options.offload} could not be taken: {reason}; take smaller "
+                "--pool-tokens, or fewer requests at once (--batch)"
+            ) from None
         self._written_rows = 0
         self._prompt_rows = 0
-        self._buffers = prefill_buffers(setup, run, dtype=dtype, device=device)
         self._free = list(range(run.slots - 1, -1, -1))
         self._slots: dict[int, int] = {}
         # Where a request's first decode step began: the ring has no earlier rows.

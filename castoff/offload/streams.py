@@ -124,9 +124,9 @@ class ThreadStreams:
         """Hand it to the stream's thread."""
         # What observes main's ops observes these too.
         context = copy_context()
-        task = _Task(lambda: context.run(work))
+        task, tasks = _Task(lambda: context.run(work)), self._queue(stream)
         self._open[label] = task
-        self._queue(stream).put(task)
+        tasks.put(task)
 
     def drain(self) -> None:
         """Wait for all threads. Raises CastoffError where work failed."""
@@ -134,8 +134,14 @@ class ThreadStreams:
             self.wait(label)
 
     def abandon(self) -> None:
-        """Wait for all threads, and leave it to the next wait to tell of a failure."""
-        for task in self._open.values():
+        """Wait for all threads, and leave it to the next wait to tell of a failure.
+
+        Not for what is open: an interrupted `submit` may have left work that no thread was ever given.
+        """
+        last = [_Task(lambda: None) for _ in self._queues]
+        for tasks, task in zip(self._queues.values(), last, strict=True):
+            tasks.put(task)
+        for task in last:
             task.done.wait()
         self._open.clear()
 
@@ -154,9 +160,10 @@ class ThreadStreams:
         if stream not in self._queues:
             tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
             thread = threading.Thread(target=self._serve, args=(tasks,), name=f"castoff-{stream}", daemon=True)
-            self._queues[stream] = tasks
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
+            # Last: whoever finds the queue must find a thread at its end.
+            self._queues[stream] = tasks
         return self._queues[stream]
 
     def _serve(self, tasks: queue.SimpleQueue[_Task | None]) -> None:

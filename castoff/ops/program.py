@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import lazy_loader as lazy
 
 from castoff.dims import Dim, product
 from castoff.ops.work import DTYPE_BYTES, Work
+from castoff.policy.compiled import has_numba
 
 torch = lazy.load("torch")
 
@@ -112,12 +111,6 @@ class Op:
         elif self.cpu_kernel is not None and has_numba():
             compute = self.cpu_kernel
         return compute(*inputs, **attributes)
-
-
-@cache
-def has_numba() -> bool:
-    """Whether plain loops can be compiled."""
-    return find_spec("numba") is not None
 
 
 def call_registered(op: Op, inputs: tuple[Tensor | None, ...], attributes: Mapping[str, Any]) -> tuple[Tensor, ...]:

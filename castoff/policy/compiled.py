@@ -8,15 +8,19 @@ NamedTuples of them; numba checks no index.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import lazy_loader as lazy
+
+from castoff.errors import CastoffWarning
 
 numba = lazy.load("numba")
 
@@ -36,16 +40,53 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
 
 @cache
 def _compiled(function: FunctionType) -> Any:
-    if find_spec("numba") is None:
+    if not has_numba():
         return function
     callees = list(dict.fromkeys(_callees(function)))
     for callee in callees:
         _make_callable(callee)
     named = _named_by_sources(function, callees)
     try:
-        return numba.njit(named, nogil=True, cache=True)
+        return _Kept(named, numba.njit(named, nogil=True, cache=True))
     except RuntimeError:  # numba found no folder that can be written
         return numba.njit(named, nogil=True)
+
+
+class _Kept:
+    """Machine code that is kept on disk, and made anew where the disk does not give or take it. kept: as numba has it."""
+
+    def __init__(self, function: FunctionType, kept: Any) -> None:
+        self.kept = kept
+        self._function = function
+        self._unkept: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call it; what a full or broken disk raises comes before anything has run."""
+        if self._unkept is not None:
+            return self._unkept(*arguments)
+        try:
+            return self.kept(*arguments)
+        except (OSError, EOFError, UnpicklingError):
+            self._unkept = numba.njit(self._function, nogil=True)
+            return self._unkept(*arguments)
+
+
+@cache
+def has_numba() -> bool:
+    """Whether functions can be compiled. A numba that is there and cannot be imported is told of, once."""
+    if find_spec("numba") is None:
+        return False
+    try:
+        _ = numba.njit
+    # What an installation that does not fit its numpy raises, among others.
+    except (ImportError, AttributeError, OSError) as error:
+        warnings.warn(
+            f"numba is installed and cannot be imported, so plans run as plain Python, which is slow: {error}",
+            CastoffWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def _callees(function: FunctionType) -> Iterator[FunctionType]:

@@ -29,8 +29,8 @@ def check_fits(setup: Setup, cache_tokens: int, offload: OffloadRun | None, *, d
     if free_bytes is not None and weights_bytes + cache_bytes > free_bytes:
         raise CastoffError(
             f"the run needs {weights_bytes:,} bytes for weights and {cache_bytes:,} for caches, and {free_bytes:,} are "
-            "free; take fewer layers with --num-hidden-layers-override, a smaller --dtype, or fewer and shorter "
-            "requests at once"
+            "free; take fewer layers with --num-hidden-layers-override, a smaller --dtype, fewer and shorter requests "
+            f"at once{', or smaller --pool-tokens' if offload is not None else ''}"
         )
 
 

@@ -348,6 +348,30 @@ def test_closing_while_work_is_waiting_never_hangs() -> None:
         sys.setswitchinterval(interval)
 
 
+def test_an_interrupt_while_work_is_handed_over_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the thread got it or not, and whether there was a thread already."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for place in ("put", "start"):
+        streams = ThreadStreams()
+        if place == "put":
+            streams.submit("copy", ("fetched", 1), lambda: None, after=("planned", 0))
+            streams.wait(("fetched", 1))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            if place == "start":
+                patch.setattr(threading.Thread, "start", interrupted)
+            else:
+                patch.setattr(streams, "_queues", {"copy": SimpleNamespace(put=interrupted)})
+            streams.submit("copy", ("fetched", 2), lambda: None, after=("planned", 0))
+        waiting = threading.Thread(target=streams.abandon, daemon=True)
+        waiting.start()
+        waiting.join(timeout=30)
+        assert not waiting.is_alive()
+        streams.close()
+
+
 def test_work_that_an_interrupted_wait_was_for_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     streams, done, go = ThreadStreams(), [], threading.Event()
 

@@ -75,7 +75,7 @@ RUN = """
 from castoff.policy.compiled import compiled
 from caller import twice
 function = compiled(twice)
-print(function(3), sum(function.stats.cache_hits.values()))
+print(function(3), sum(function.kept.stats.cache_hits.values()))
 """
 
 
@@ -89,6 +89,38 @@ def test_machine_code_is_kept_until_the_source_of_a_callee_changes(tmp_path: Pat
     assert python(RUN, **where).split() == ["5", "1"]
     callee.write_text("def once(x):\n    return x + 10\n")
     assert python(RUN, **where).split() == ["23", "0"]
+
+
+def test_a_disk_that_takes_nothing_does_not_end_a_plan() -> None:
+    pytest.importorskip("numba")
+    code = """
+import numba.core.caching as caching
+import numpy as np
+def full(*_):
+    raise OSError(28, "No space left on device")
+caching.IndexDataCacheFile.save = full
+from castoff.policy.compiled import compiled
+from tests.policy.test_compiled import total
+print(compiled(total)(np.arange(10)), compiled(total)(np.arange(11)))
+"""
+    assert python(code) == "45 55\n"
+
+
+def test_a_numba_that_cannot_be_imported_is_told_of_and_done_without(tmp_path: Path) -> None:
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.3 or less')")
+    code = """
+import warnings
+import numpy as np
+from castoff.policy.compiled import compiled
+from tests.policy.test_compiled import total
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    print(compiled(total)(np.arange(10)), [str(item.message) for item in told])
+"""
+    out = python(code, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert out.startswith("45 ")
+    assert out.count("Numba needs NumPy") == 1
 
 
 def test_without_a_folder_to_write_nothing_is_kept() -> None:
