@@ -53,7 +53,7 @@ def _compiled(function: FunctionType) -> Any:
 
 
 class _Kept:
-    """Machine code that is kept on disk, and made anew where the disk does not give or take it. kept: as numba has it."""
+    """Machine code that is kept on disk, or made anew where the disk does not give or take it. kept: numba's function."""
 
     def __init__(self, function: FunctionType, kept: Any) -> None:
         self.kept = kept
@@ -74,9 +74,10 @@ class _Kept:
 @cache
 def has_numba() -> bool:
     """Whether functions can be compiled. A numba that is there and cannot be imported is told of, once."""
-    if find_spec("numba") is None:
-        return False
     try:
+        # The lazy stand-in is imported when it is asked for its spec.
+        if find_spec("numba") is None:
+            return False
         _ = numba.njit
     # What an installation that does not fit its numpy raises, among others.
     except (ImportError, AttributeError, OSError) as error:

@@ -359,12 +359,13 @@ def test_an_interrupt_while_work_is_handed_over_leaves_nothing_to_wait_for(monke
         if place == "put":
             streams.submit("copy", ("fetched", 1), lambda: None, after=("planned", 0))
             streams.wait(("fetched", 1))
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             if place == "start":
                 patch.setattr(threading.Thread, "start", interrupted)
             else:
                 patch.setattr(streams, "_queues", {"copy": SimpleNamespace(put=interrupted)})
-            streams.submit("copy", ("fetched", 2), lambda: None, after=("planned", 0))
+            with pytest.raises(KeyboardInterrupt):
+                streams.submit("copy", ("fetched", 2), lambda: None, after=("planned", 0))
         waiting = threading.Thread(target=streams.abandon, daemon=True)
         waiting.start()
         waiting.join(timeout=30)
