@@ -53,7 +53,7 @@ def _compiled(function: FunctionType) -> Any:
 
 
 class _Kept:
-    """Machine code that is kept on disk, or made anew where the disk does not give or take it. kept: numba's function."""
+    """Machine code on disk, or made anew where the disk does not give or take it. kept: numba's function."""
 
     def __init__(self, function: FunctionType, kept: Any) -> None:
         self.kept = kept
