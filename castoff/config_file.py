@@ -6,12 +6,14 @@ flag is a new key.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from cyclopts import App, ArgumentCollection, Token
 from cyclopts.argument import Argument
 
 from castoff.errors import CastoffError
+from castoff.spec.offload import flags_without_use
 from castoff.spec.scenario import check_value, plain_types
 from castoff.spec.toml_file import Table, shown
 from castoff.spec.yaml_file import read_yaml
@@ -33,9 +35,20 @@ def add_from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollec
     single = [argument for argument in arguments if argument is not config and plain_types(argument.hint)]
     by_key = {argument.field_info.name: argument for argument in single}
     table.only(by_key)
+    given = {key: argument.tokens[0].value for key, argument in by_key.items() if argument.tokens}
+    displaced = _displaced(given)
     for key, argument in by_key.items():
         if key in table.values:
-            _add(table, key, argument)
+            _check(table, key, table.values[key], plain_types(argument.hint))
+            if key not in displaced:
+                _add(table, key, argument)
+
+
+def _displaced(given: Mapping[str, str]) -> set[str]:
+    """Keys that mean nothing beside what the command line gives: other prompts, and flags of another mode."""
+    prompts = {"prompt", "prompt_file", "random_prompts"}
+    others = prompts if prompts & given.keys() else set()
+    return others | (flags_without_use(given["offload"]) if "offload" in given else set())
 
 
 def shipped_runs() -> tuple[str, ...]:
@@ -44,14 +57,21 @@ def shipped_runs() -> tuple[str, ...]:
 
 
 def _file_of(name_or_path: str) -> Path:
-    """The shipped file of a name, else the path itself."""
-    return _RUNS / f"{name_or_path}.yaml" if name_or_path in shipped_runs() else Path(name_or_path)
+    """The shipped file of a name, else the path itself. Raises CastoffError for what looks like a name and is none."""
+    if name_or_path in shipped_runs():
+        return _RUNS / f"{name_or_path}.yaml"
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml") and path.name == name_or_path and not path.exists():
+        raise CastoffError(
+            f"{CONFIG_FLAG} {name_or_path}: there is no such file, and castoff has no settings of this name; it has "
+            + ", ".join(shipped_runs())
+        )
+    return path
 
 
 def _add(table: Table, key: str, argument: Argument) -> None:
-    """Check one value of the file, and give it to its argument unless the command line does."""
+    """Give one value of the file to its argument, unless the command line does."""
     value = table.values[key]
-    _check(table, key, value, plain_types(argument.hint))
     if value is not None and not argument.tokens:
         text = str(value).lower() if isinstance(value, bool) else str(value)
         # Later checks name an argument by its keyword.

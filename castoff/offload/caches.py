@@ -141,8 +141,7 @@ class OffloadedCaches:
             return
         self._decoded_from.pop(request, None)
         self.streams.drain()
-        filled = torch.stack([(group.state.tags_RNW[slot] >= 0).sum() for group in self.memory.groups]).tolist()
-        for held, count in zip(self._occupancy, filled, strict=True):
+        for held, count in zip(self._occupancy, self._filled([slot]), strict=True):
             held[0] += count
             held[1] += self.memory.sizes.pool_tokens
         self._free.append(slot)
@@ -215,15 +214,18 @@ class OffloadedCaches:
         """The figures of the run so far."""
         self.streams.drain()
         row_bytes = self._row_bytes
+        filled = self._filled(list(self._slots.values()))
+        here = len(self._slots) * self.memory.sizes.pool_tokens
         groups = tuple(
             GroupReport(
                 group=group.index,
                 layers=group.layers,
                 **_figures(group),
                 link_bytes=row_bytes * len(group.layers) * self._link_rows(group),
-                occupancy=held / room if room else 0.0,
+                is_mtp=group.layers[0] >= self._setup.model.num_hidden_layers,
+                occupancy=(left + own) / max(room + here, 1),
             )
-            for group, (held, room) in zip(self.memory.groups, self._occupancy, strict=True)
+            for group, (left, room), own in zip(self.memory.groups, self._occupancy, filled, strict=True)
         )
         figures = self.streams.figures
         return OffloadReport(
@@ -238,6 +240,11 @@ class OffloadedCaches:
             host_bytes=self.host_bytes,
             device_bytes=self.bytes,
         )
+
+    def _filled(self, slots: list[int]) -> list[int]:
+        """Rows of some slots' pools that hold a token, in each group."""
+        counts = [(group.state.tags_RNW[slots] >= 0).sum() for group in self.memory.groups]
+        return [int(count) for count in torch.stack(counts).tolist()]
 
     def _link_rows(self, group: GroupMemory) -> int:
         """Rows that each layer of a group has read from the host in decode steps."""

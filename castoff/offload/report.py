@@ -10,11 +10,15 @@ from castoff.spec.offload import Offload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """One index group over all decode steps. Counts as in `policy.arrays.STATS`; link_bytes were read from the
-    host by all of its layers; occupancy: share of the pools that requests had filled when they left."""
+    """One index group over all decode steps. Counts as in `policy.arrays.STATS`.
+
+    is_mtp: the MTP block's. link_bytes: read from the host by all of its layers. occupancy: share of the pools that is
+    filled; of requests that left, when they did.
+    """
 
     group: int
     layers: tuple[int, ...]
+    is_mtp: bool
     hits: int
     unique_hits: int
     unique_misses: int
@@ -73,6 +77,9 @@ class OffloadReport:
         return {
             "mode": self.options.offload,
             "policy": self.options.pool_policy if self.options.offload != "gather" else "previous",
+            "prefetch": self.options.prefetches,
+            "install_stream": self.options.has_install_stream,
+            "mtp_gather_reuse": self.options.reuses_rows_in_drafts,
             "pool_tokens": self.pool_tokens,
             "ways": self.ways,
             "hit_rate": self.hit_rate,

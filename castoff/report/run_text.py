@@ -26,8 +26,8 @@ def run_text(report: RunReport) -> str:
         f"{count(statistics.decode_steps)} decode steps, {count(statistics.sparse_steps)} of them sparse; "
         f"{statistics.acceptance_length:.2f} tokens gained per request and step",
         *_drafts_text(statistics.acceptance_rates),
-        f"weights {gib_text(report.memory.weights_bytes)}, caches {gib_text(report.memory.cache_bytes)}, "
-        f"peak {gib_text(report.memory.peak_bytes)}",
+        f"weights {size_text(report.memory.weights_bytes)}, resident caches {size_text(report.memory.cache_bytes)}, "
+        f"peak {size_text(report.memory.peak_bytes)}",
         *(_offload_text(report.offload) if report.offload else []),
         *(
             f"{op.phase} {op.name}: {count(op.calls)} calls, {microseconds(op.mean_s)} µs each, "
@@ -42,7 +42,8 @@ def _offload_text(offload: OffloadReport) -> list[str]:
     """What the pools did in decode steps, and a line for each index group."""
     stall = "not measured"
     if offload.stall_s is not None and offload.most_behind is not None:
-        stall = f"{milliseconds(offload.stall_s)} ms, at most {count(offload.most_behind)} copies behind"
+        copies = "copy" if offload.most_behind == 1 else "copies"
+        stall = f"{milliseconds(offload.stall_s)} ms, at most {count(offload.most_behind)} {copies} behind"
     return [
         f"offload {offload.options.offload}: {percent(offload.hit_rate)} of the selected rows were in pools of "
         f"{count(offload.pool_tokens)} tokens; host {size_text(offload.host_bytes)}, device "
@@ -55,6 +56,9 @@ def _offload_text(offload: OffloadReport) -> list[str]:
 
 def _group_text(group: GroupReport) -> str:
     layers = f"layers {group.layers[0]}–{group.layers[-1]}" if len(group.layers) > 1 else f"layer {group.layers[0]}"
+    layers = f"{layers} (MTP)" if group.is_mtp else layers
+    if not group.selected_rows:
+        return f"  {layers}: no decode step has selected anything"
     return (
         f"  {layers}: {percent(group.hit_rate)} hits, {count(group.unique_misses)} misses, "
         f"{count(group.repeated_misses)} repeated, {count(group.window_reads)} of this step's own, "

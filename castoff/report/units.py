@@ -37,8 +37,10 @@ def mib(size_bytes: float) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """`27.93 GiB`, or `448.4 MiB` below one."""
-    return gib_text(size_bytes) if size_bytes >= GIB else f"{mib(size_bytes)} MiB"
+    """`27.93 GiB`, `448.4 MiB` or `12.0 KiB`: in the largest unit of which there is one."""
+    if size_bytes >= GIB:
+        return gib_text(size_bytes)
+    return f"{mib(size_bytes)} MiB" if size_bytes >= MIB else f"{size_bytes / 1024:,.1f} KiB"
 
 
 def percent(share: float) -> str:

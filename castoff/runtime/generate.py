@@ -16,6 +16,8 @@ import numpy as np
 from castoff.errors import CastoffError, CastoffWarning
 from castoff.model.setup import Setup
 from castoff.offload.memory import OffloadRun
+from castoff.ops.program import op_observer
+from castoff.policy.compiled import has_numba
 from castoff.runtime.checkpoint import Checkpoint, LoadedWeights, RandomTensors
 from castoff.runtime.distributed import RunParallel, World, for_rank, joined
 from castoff.runtime.engine import Engine, StaticShapes
@@ -77,6 +79,12 @@ def _run(
         getattr(torch, options.dtype),
         torch.device(options.device),
     )
+    if offload.offloads and options.device == "cpu" and not has_numba():
+        warnings.warn(
+            "plans and copies of --offload run as plain Python, which is slow: pip install 'castoff[lab]' brings numba",
+            CastoffWarning,
+            stacklevel=2,
+        )
     source = _source(model, setup, options)
     offloaded = _offload_run(setup, options, offload, requests, blocks) if offload.offloads else None
     check_fits(setup, (blocks + 1) * options.kv_block_tokens, offloaded, dtype=dtype, device=device)
@@ -116,13 +124,29 @@ def _setup(spec: ModelSpec, options: RunOptions, parallel: Parallel) -> Setup:
 
 
 def _warm_up(engine: Engine, options: RunOptions) -> None:
+    """Make graphs and kernels before the first request. Raises CastoffError, with the op that could not be made."""
+    at = ["the graph"]
+
+    @contextmanager
+    def noting(name: str) -> Iterator[None]:
+        at[0] = name
+        yield
+
+    token = op_observer.set(noting)
     try:
         with torch.inference_mode():
             engine.warm_up()
-    # What torch raises for a compiler that is not there, among others.
-    except RuntimeError as error:
+    except CastoffError:
+        raise
+    # Compilers have errors of their own: torch's, Triton's, and those of the programs that they call.
+    except Exception as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CastoffError(f"--graph {options.graph} failed: {reason}; --graph eager needs no compiler") from None
+        remedy = "use --offload none" if options.graph == "eager" else "--graph eager needs no compiler"
+        raise CastoffError(
+            f"--graph {options.graph} on {options.device} failed before the first step, at {at[0]}: {reason}; {remedy}"
+        ) from error
+    finally:
+        op_observer.reset(token)
 
 
 def _check_graph(setup: Setup, options: RunOptions) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from castoff.errors import CastoffError
+from castoff.spec.scenario import check_value, declared
 
 PoolPolicy = Literal["fifo", "lru", "clock"]
 OffloadMode = Literal["none", "gather", "serve_install", "direct"]
@@ -87,8 +88,15 @@ _FLAGS = {
 }
 
 
+def flags_without_use(mode: str) -> set[str]:
+    """Fields that say nothing in a mode."""
+    return {name for name, modes in _FLAGS.items() if mode not in modes}
+
+
 def check_offload(offload: Offload) -> None:
-    """Raise CastoffError for a flag that the mode has no use for, and for a pool that cannot be."""
+    """Raise CastoffError for a wrong type, a flag that the mode has no use for, and a pool that cannot be."""
+    for name, allowed in declared(Offload).items():
+        check_value(name, getattr(offload, name), allowed)
     for name, modes in _FLAGS.items():
         value = getattr(offload, name)
         fixed = name == "policy" and offload.offload == "serve_install" and value == "fifo"

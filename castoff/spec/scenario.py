@@ -326,7 +326,7 @@ def check_types(scenario: Scenario) -> None:
         )
         if group is None:
             raise CastoffError(f"the scenario's {cls.__name__.lower()} must be a {cls.__name__}")
-        for name, allowed in _declared(cls).items():
+        for name, allowed in declared(cls).items():
             check_value(name, getattr(group, name), allowed)
 
 
@@ -352,7 +352,7 @@ def plain_types(hint: object) -> tuple[object, ...]:
 
 
 @cache
-def _declared(cls: type) -> dict[str, tuple[object, ...]]:
+def declared(cls: type) -> dict[str, tuple[object, ...]]:
     """Types and words that each plain field of a class may hold."""
     hints = get_type_hints(cls)
     allowed = {item.name: plain_types(hints[item.name]) for item in fields(cls)}

@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 
 from castoff.config_file import shipped_runs
+from castoff.errors import CastoffError
+from castoff.runtime import generate
+from castoff.runtime.options import RunOptions
+from castoff.spec.offload import Offload
 from tests.cli.commands import CONFIG, exit_status
 
 pytest.importorskip("torch")
@@ -102,6 +106,43 @@ def test_dense_attention_is_refused(capsys: Capture) -> None:
     arguments = ["run", "deepseek-ai/DeepSeek-V3", "--num-hidden-layers-override", "1", "--random-weights", "0"]
     assert exit_status(*arguments, "--random-prompts", "1x8", "--offload", "direct") == 2
     assert "has no sparse attention" in capsys.readouterr().err
+
+
+def test_the_command_line_displaces_what_a_file_says_of_another_mode(
+    capsys: Capture, model: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("offload: direct\npool_tokens: 64\npolicy: lru\nrandom_prompts: 9x9\n")
+    for mode, has_pool in (("none", False), ("gather", False), ("direct", True)):
+        arguments = run_of(model, "--config", str(config), "--offload", mode, "--json", "-")
+        assert exit_status(*arguments) == 0, capsys.readouterr().err
+        report = json.loads(capsys.readouterr().out)
+        assert len(report["tokens"]) == 3, "the prompts of the command line"
+        assert (report["offload"] or {}).get("pool_tokens") == {False: report["offload"] and 16, True: 64}[has_pool]
+
+
+def test_unknown_settings_are_told_with_those_that_there_are(capsys: Capture, model: str) -> None:
+    assert exit_status(*run_of(model, "--config", "glm-5.2-drect")) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "castoff has no settings of this name; it has glm-5.2-direct-mtp3-8k, glm-5.2-gather" in said
+
+
+def test_no_numba_is_told_at_the_start(capsys: Capture, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "has_numba", lambda: False)
+    assert exit_status(*run_of(model, "--offload", "direct", *POOL)) == 0
+    assert "pip install 'castoff[lab]' brings numba" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_without_decode_steps_says_so(capsys: Capture, model: str) -> None:
+    arguments = [item if item != "6" else "1" for item in run_of(model, "--offload", "direct", *POOL)]
+    assert exit_status(*arguments) == 0
+    assert "no decode step has selected anything" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("offload", [Offload(offload="foo"), Offload(offload="direct", policy="mru")])  # type: ignore[arg-type]
+def test_unknown_words_are_refused_from_python_too(offload: Offload, model: str) -> None:
+    with pytest.raises(CastoffError, match="must be"):
+        generate.run(model, RunOptions(random_prompts="1x8", random_weights=0), offload=offload)
 
 
 @pytest.mark.parametrize("name", shipped_runs())
