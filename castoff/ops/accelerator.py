@@ -9,12 +9,16 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
+import lazy_loader as lazy
+
 from castoff.errors import CastoffError
 from castoff.ops.program import Tensor
 from castoff.spec.quant import AttentionAction, CacheFormat
 
 if TYPE_CHECKING:
     from castoff.ops.offload_plan import PoolSizes
+
+torch = lazy.load("torch")
 
 
 @cache
@@ -135,7 +139,7 @@ def attend_rows(
         q_THX,
         stored,
         staging,
-        rows_TK,
+        rows_TK.to(torch.int32),
         kv_lora_rank=kv_lora_rank,
         softmax_scale=softmax_scale,
         row_format=formats[cache.action],

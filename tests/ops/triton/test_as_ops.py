@@ -60,8 +60,9 @@ def test_attention_by_row_is_its_reference() -> None:
         dtype=torch.int32,
     )
     expected = attention._attend_rows(q, stored, rows, staging, sizes)
+    # Rows of a resident cache come as int64.
     own = accelerator.attend_rows(
-        *on_device((q, stored, rows, staging)), kv_lora_rank=rank, softmax_scale=0.3, cache=sizes.cache
+        *on_device((q, stored, rows.long(), staging)), kv_lora_rank=rank, softmax_scale=0.3, cache=sizes.cache
     )
     assert torch.allclose(own.cpu(), expected, atol=1e-5)
     assert not own[2].any()
