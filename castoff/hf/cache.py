@@ -53,8 +53,8 @@ class LatentLayer(_CacheLayer):  # type: ignore[misc]
         """
         if kwargs is None or self._model.config._attn_implementation != ATTENTION:
             raise CastoffError(
-                f'an OffloadedCache works with attn_implementation="{ATTENTION}", which castoff.hf.offload sets, of '
-                "transformers 5.24 or later"
+                f'an OffloadedCache works with attn_implementation="{ATTENTION}" of transformers 5.24 or later, which '
+                "castoff.hf.offload sets until the cache is closed"
             )
         if self._model.training or (torch.is_grad_enabled() and key_states.requires_grad):
             raise CastoffError("castoff offloads inference: call the model after eval(), under torch.no_grad()")

@@ -149,7 +149,7 @@ class LatentStore:
         if requests != self._requests:
             raise CastoffError(
                 f"the cache holds {self._requests} requests, and this call brings {requests}; reset() it before "
-                "another batch"
+                "another batch, and use num_beams=1"
             )
         prefill = queries > 1 or self.length == 0
         calls = [[request] for request in range(requests)] if prefill else [list(range(requests))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import copy_context
+from types import FunctionType
 from typing import Literal, Protocol
 
 import lazy_loader as lazy
@@ -87,7 +88,14 @@ class _Graphed:
 
 def _compiled(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
     register()
-    compiled: Callable[..., Outputs] = torch.compile(function, fullgraph=True, dynamic=False)
+
+    def own(*tensors: Tensor | None, longest: Dim, last: bool) -> Outputs:
+        return function(*tensors, longest=longest, last=last)
+
+    # The compiler counts how often it has compiled a code object, and gives up; every engine has one of its own.
+    code = own.__code__.replace()
+    fresh = FunctionType(code, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    compiled: Callable[..., Outputs] = torch.compile(fresh, fullgraph=True, dynamic=False)
     return compiled
 
 

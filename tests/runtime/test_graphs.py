@@ -1,6 +1,7 @@
 """Decode steps as compiled graphs: the tokens of a run op by op, one graph whatever the lengths."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,6 +85,14 @@ def test_the_traced_decode_gives_the_same_tokens_in_one_graph(
 def test_compiled_code_gives_the_same_tokens(tiny_checkpoint: Callable[..., Tiny]) -> None:
     tiny = tiny_checkpoint("glm5")
     assert generate(tiny, graph="compile", mtp_tokens=0) == generate(tiny, graph="eager", mtp_tokens=0)
+
+
+def test_any_number_of_engines_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with shapes of its own; the compiler gives up a function that it has compiled too often."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for size in range(1, 12):
+        compiled = graphs._compiled(lambda x, *, longest, last: (x + longest,))
+        assert compiled(torch.zeros(size), longest=size, last=True)[0].tolist() == [size] * size
 
 
 @pytest.mark.parametrize("traced", [True, False], ids=["its reference", "the op"])
