@@ -1,5 +1,6 @@
 """What every test shares: the Hypothesis profile, the public data folder, and when a gpu test runs."""
 
+import importlib.util
 import os
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,20 @@ def reason_without_gpu() -> str | None:
     except ImportError:
         return "torch is not installed"
     return None if torch.accelerator.is_available() else "torch finds no accelerator"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Triton decides when it is imported whether it compiles or interprets. Where its kernels are to be interpreted, no
+    other test's import may decide first."""
+    kernels = Path(__file__).parent / "ops" / "triton"
+    asked = [Path(str(argument).split("::")[0]).resolve() for argument in session.config.args]
+    if not any(kernels.is_relative_to(path) or path.is_relative_to(kernels) for path in asked):
+        return
+    if importlib.util.find_spec("triton") is None or reason_without_gpu() is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        importlib.import_module("triton")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,8 +105,9 @@ class TestRecording:
             return ("computed",)
 
         op = replace(DOUBLE, reference=reference)
-        assert op(3, None, times=2) == ("computed",)
-        assert given == [((3, None), {"times": 2})]
+        real = SimpleNamespace(is_cpu=True)
+        assert op(real, None, times=2) == ("computed",)
+        assert given == [((real, None), {"times": 2})]
 
     def test_an_op_with_one_abstract_tensor_is_recorded_and_not_computed(self) -> None:
         def reference(*_: Any, **__: Any) -> tuple[Any, ...]:
