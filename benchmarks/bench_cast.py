@@ -8,7 +8,6 @@ Appends one row per benchmark to benchmarks/cast.csv. Run it on an idle machine;
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import platform
 import statistics
@@ -16,13 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from rows import append_rows, machine, one_core
 
 import castoff
 from castoff import cast, sweep
@@ -139,41 +138,6 @@ def measure(benchmark: Benchmark, runs: int) -> list[float]:
     return seconds
 
 
-@contextmanager
-def one_core() -> Iterator[None]:
-    """Pin this process and its children to one core where the system can."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(allowed)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def machine() -> str:
-    """Processor and number of cores."""
-    model = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        lines = information.read_text(errors="replace").splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        model = names[0] if names else model
-    return f"{model}, {os.cpu_count()} cores, one used"
-
-
-def append_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    """Add rows to a CSV file, which gets its header when it is new."""
-    is_new = not path.exists() or path.stat().st_size == 0
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure everything, print it, append it to the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -186,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--runs must be at least 1")
     common = {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
+        "machine": f"{machine()}, one used",
         "python": platform.python_version(),
         "numpy": version("numpy"),
         "castoff": castoff.__version__,
@@ -206,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 }
             )
             print(f"{benchmark.name:8} {figures['median_s']:.3f} s (median of {arguments.runs})", flush=True)
-    append_rows(arguments.output, rows)
+    append_rows(arguments.output, COLUMNS, rows)
     return 0
 
 

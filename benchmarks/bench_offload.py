@@ -14,9 +14,6 @@ CPU one within its own.
 from __future__ import annotations
 
 import argparse
-import csv
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,14 +24,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from bench_run import Cheap
+from rows import append_rows, machine
 
 from castoff import Mtp, Quant, Scenario
 from castoff.model.decoder import Decoder, Direct
 from castoff.model.inputs import AttendedRows, CacheSource, LatentCache, Selected, StepInputs
+from castoff.offload.host_store import host_rows, release
 from castoff.offload.memory import OffloadRun
 from castoff.ops.attention import AttentionSizes, multihead_latent_attention
 from castoff.ops.linear import Weight
-from castoff.ops.offload_plan import PlanInputs, PoolSizes, PoolState, plan_direct, plan_serve
+from castoff.ops.offload_plan import PlanInputs, PoolSizes, PoolState, RowPlan, plan_direct, plan_serve
 from castoff.ops.offload_rows import fetch, install, serve
 from castoff.runtime.checkpoint import LoadedWeights
 from castoff.runtime.engine import Engine, Rows
@@ -103,81 +102,97 @@ def selections(options: argparse.Namespace, queries: int) -> Iterator[np.ndarray
         yield np.repeat(held, queries, axis=0).astype(np.int32)
 
 
+@dataclass
+class Requests:
+    """A batch at the end of its contexts: rows in host memory and on the device, a pool, and its clock."""
+
+    sizes: PoolSizes
+    queries: int
+    host: torch.Tensor
+    tables: torch.Tensor
+    region: torch.Tensor
+    staging: torch.Tensor
+    selection: torch.Tensor
+    state: PoolState
+    lengths_B: torch.Tensor
+    slots_B: torch.Tensor
+    clock: int = 0
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Requests:
+        """What the options say, with empty pools."""
+        device, batch, queries = torch.device(options.device), options.batch, 1 + options.drafts
+        sizes = PoolSizes(batch, options.pool // options.ways, options.ways, 2 * queries, queries * TOPK, "fifo")
+        blocks = -(-(options.context + queries) // BLOCK)
+
+        def rows(count: int) -> torch.Tensor:
+            return torch.zeros(count, ROW_VALUES, dtype=torch.bfloat16, device=device)
+
+        return cls(
+            sizes, queries,
+            host=host_rows((batch * blocks, BLOCK, ROW_VALUES), torch.bfloat16, device).zero_(),
+            tables=torch.arange(batch * blocks, device=device).view(batch, blocks),
+            region=rows(sizes.layer_rows + 1),
+            staging=rows(batch * queries * TOPK),
+            selection=rows(batch * queries * TOPK),
+            state=empty_pools(sizes, device),
+            lengths_B=torch.full((batch,), options.context + queries, device=device),
+            slots_B=torch.arange(batch, device=device),
+        )  # fmt: skip
+
+    def inputs(self) -> PlanInputs:
+        """Of the next step. Lengths stand still, which changes no cost; the committed tokens, a plan's clock, go on."""
+        self.clock += 1
+        tokens = torch.zeros(self.sizes.requests * self.queries, dtype=torch.long, device=self.lengths_B.device)
+        return PlanInputs(tokens, self.lengths_B, self.lengths_B + self.clock, self.slots_B, self.lengths_B)
+
+    def plan(self, topk_TK: torch.Tensor) -> RowPlan:
+        """The next step's."""
+        return plan_direct(topk_TK, self.inputs(), self.state, self.sizes)
+
+
 def bench_ops(options: argparse.Namespace) -> list[Measured]:
-    device, batch = torch.device(options.device), options.batch
-    queries = 1 + options.drafts
-    sets = options.pool // options.ways
-    sizes = PoolSizes(batch, sets, options.ways, 2 * queries, queries * TOPK, "fifo")
-    blocks_each = -(-(options.context + queries) // BLOCK)
-    pinned = {"pin_memory": True} if device.type == "cuda" else {}
-    host = torch.zeros(batch * blocks_each, BLOCK, ROW_VALUES, dtype=torch.bfloat16, **pinned)
-    tables = torch.arange(batch * blocks_each, device=device).view(batch, blocks_each)
-    region = torch.zeros(sizes.layer_rows + 1, ROW_VALUES, dtype=torch.bfloat16, device=device)
-    staging = torch.zeros(batch * queries * TOPK, ROW_VALUES, dtype=torch.bfloat16, device=device)
-    selection = torch.zeros(batch * queries * TOPK, ROW_VALUES, dtype=torch.bfloat16, device=device)
-    slots_B = torch.arange(batch, device=device)
-    lengths = torch.full((batch,), options.context + queries, device=device)
-    drawn = selections(options, queries)
+    """Plan and fetch of `direct`; serve and install of `serve_install`, from the pool and from an empty one."""
+    device, repeats = torch.device(options.device), options.repeats
+    own = Requests.of(options)
+    drawn = (torch.from_numpy(ids).to(device) for ids in selections(options, own.queries))
+    for _ in range(6):
+        own.plan(warm := next(drawn))
+    fixed = own.inputs()
 
-    def empty() -> PoolState:
-        tags = torch.full((batch, sets, options.ways), -1, dtype=torch.int32, device=device)
-        hands = torch.zeros(batch, sets, dtype=torch.int32, device=device)
-        return PoolState(tags, tags.clone(), hands, hands.clone())
+    def timed(call: Callable[[], object], *, graph: bool = False) -> float:
+        return seconds(captured(call, device, graph=graph), device, repeats)
 
-    def inputs(step: int) -> PlanInputs:
-        # Lengths stand still: what a plan costs does not follow from them, and its clock only has to move on.
-        committed = torch.full((batch,), options.context + step - 10_000_000, device=device) % options.context + 1
-        committed = torch.clamp(committed, min=options.context - 1)
-        return PlanInputs(
-            torch.zeros(batch * queries, dtype=torch.long, device=device), lengths, committed, slots_B, lengths
-        )
+    found = [
+        Measured("plan", "direct", timed(lambda: plan_direct(warm, fixed, own.state, own.sizes), graph=options.graph),
+                 warm.numel())
+    ]  # fmt: skip
+    topk = next(drawn)
+    plan = own.plan(topk)
 
-    state = empty()
-    filled = [torch.from_numpy(next(drawn)).to(device) for _ in range(6)]
-    clock = 0
+    def fetched() -> None:
+        fetch(own.host, own.tables, own.slots_B, plan, own.region, own.staging, own.sizes)
 
-    def plan_once(topk: torch.Tensor):  # type: ignore[no-untyped-def]
-        nonlocal clock
-        clock += 1
-        # A clock of its own per step, as committed tokens are in a run.
-        own = replace(inputs(0), committed_B=torch.full((batch,), options.context + clock, device=device))
-        return plan_direct(topk, own, state, sizes)
-
-    for topk in filled:
-        plan = plan_once(topk)
-    fixed = replace(inputs(0), committed_B=torch.full((batch,), options.context + 100, device=device))
-    repeats = options.repeats
-    found = []
-    topk = filled[-1]
-    plan_s = seconds(
-        captured(lambda: plan_direct(topk, fixed, state, sizes), device, graph=options.graph), device, repeats
-    )
-    found.append(Measured("plan", "direct", plan_s, topk.numel()))
-    topk = torch.from_numpy(next(drawn)).to(device)
-    plan = plan_once(topk)
-    moved = int(plan.counts_B.sum())
-    fetch_s = seconds(
-        captured(lambda: fetch(host, tables, slots_B, plan, region, staging, sizes), device, graph=options.graph),
-        device, repeats,
-    )  # fmt: skip
-    found.append(Measured("fetch", "direct", fetch_s, moved))
-    served = plan_serve(topk, fixed, state, sizes)
-    serve_s = seconds(lambda: serve(host, tables, served, region, selection), device, repeats)
-    found.append(Measured("serve", "serve_install", serve_s, topk.numel()))
-    everything = plan_serve(topk, fixed, empty(), sizes)
-    serve_s = seconds(lambda: serve(host, tables, everything, region, selection), device, repeats)
-    found.append(Measured("serve, all missed", "serve_install", serve_s, topk.numel()))
-    install_s = seconds(lambda: install(selection, everything, region), device, repeats)
-    found.append(Measured("install, all missed", "serve_install", install_s, int(everything.counts_B.sum())))
-    rows = min(host.shape[0] * BLOCK, region.shape[0] + staging.shape[0])
-    target = torch.empty(rows, ROW_VALUES, dtype=torch.bfloat16, device=device)
-    source = host.flatten(0, 1)[:rows]
-    found.append(
-        Measured("link copy", "none", seconds(lambda: target.copy_(source, non_blocking=True), device, repeats), rows)
-    )
+    found.append(Measured("fetch", "direct", timed(fetched, graph=options.graph), int(plan.counts_B.sum())))
+    for name, state in (("serve", own.state), ("serve, all missed", empty_pools(own.sizes, device))):
+        served = plan_serve(topk, fixed, state, own.sizes)
+        serve_s = timed(lambda: serve(own.host, own.tables, served, own.region, own.selection))  # noqa: B023
+        found.append(Measured(name, "serve_install", serve_s, topk.numel()))
+    install_s = timed(lambda: install(own.selection, served, own.region))
+    found.append(Measured("install, all missed", "serve_install", install_s, int(served.counts_B.sum())))
+    source = own.host.flatten(0, 1)[: len(own.region) + len(own.staging)]
+    target = torch.empty(source.shape, dtype=source.dtype, device=device)
+    found.append(Measured("link copy", "none", timed(lambda: target.copy_(source, non_blocking=True)), len(source)))
     if options.attention:
-        found += bench_attention(options, plan.rows_TK, region, staging, device)
+        found += bench_attention(options, plan.rows_TK, own.region, own.staging, device)
+    release(own.host, device)
     return found
+
+
+def empty_pools(sizes: PoolSizes, device: torch.device) -> PoolState:
+    tags = torch.full((sizes.requests, sizes.sets, sizes.ways), -1, dtype=torch.int32, device=device)
+    hands = torch.zeros(sizes.requests, sizes.sets, dtype=torch.int32, device=device)
+    return PoolState(tags, tags.clone(), hands, hands.clone())
 
 
 def bench_attention(
@@ -291,12 +306,6 @@ def selections_by_owner(options: argparse.Namespace, groups: int) -> Iterator[np
             yield next(script)
 
 
-def machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()}, {os.cpu_count()} cores"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("ops", "step"))
@@ -318,22 +327,19 @@ def main() -> None:
     options = parser.parse_args()
     with torch.inference_mode():
         found = bench_ops(options) if options.part == "ops" else bench_step(options)
-    is_new = not options.output.exists()
-    with options.output.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if is_new:
-            writer.writerow(COLUMNS)
-        for item in found:
-            itemsize = 4 if options.part == "step" and options.dtype == "float32" else 2
-            moved_bytes = item.rows * ROW_VALUES * itemsize
-            row = (
-                datetime.now(UTC).date().isoformat(), machine(torch.device(options.device)), torch.__version__,
-                item.what, item.mode, options.batch, options.context, options.pool, options.ways, 1 + options.drafts,
-                item.layers, options.hits, f"{item.median_s:.6f}", item.rows,
-                f"{moved_bytes / item.median_s / 1e9:.2f}", options.repeats,
-            )  # fmt: skip
-            writer.writerow(row)
-            print(*row)
+    where = torch.cuda.get_device_name() if options.device == "cuda" else machine()
+    itemsize = 4 if options.part == "step" and options.dtype == "float32" else 2
+    rows = []
+    for item in found:
+        values = (
+            datetime.now(UTC).date().isoformat(), where, torch.__version__, item.what, item.mode, options.batch,
+            options.context, options.pool, options.ways, 1 + options.drafts, item.layers, options.hits,
+            f"{item.median_s:.6f}", item.rows, f"{item.rows * ROW_VALUES * itemsize / item.median_s / 1e9:.2f}",
+            options.repeats,
+        )  # fmt: skip
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
+        print(*values)
+    append_rows(options.output, COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ the most memory that the process had.
 from __future__ import annotations
 
 import argparse
-import csv
-import os
-import platform
 import resource
 import statistics
 import time
@@ -22,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from rows import append_rows, machine
 
 from castoff import Mtp, Quant, Scenario
 from castoff.runtime.checkpoint import LoadedWeights
@@ -128,18 +126,13 @@ def main() -> None:
     with torch.inference_mode():
         prefill, decode = make(getattr(torch, options.dtype), options.context)
         prefill_s, decode_s = median_s(prefill, options.repeats), median_s(decode, options.repeats)
-    row = (
-        datetime.now(UTC).date().isoformat(), f"{platform.machine()}, {os.cpu_count()} cores", torch.__version__,
+    row = dict(zip(COLUMNS, (
+        datetime.now(UTC).date().isoformat(), machine(), torch.__version__,
         options.which, options.dtype, options.context, f"{prefill_s:.4f}", f"{decode_s:.4f}", options.repeats,
         f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f}",
-    )  # fmt: skip
-    is_new = not options.output.exists()
-    with options.output.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if is_new:
-            writer.writerow(COLUMNS)
-        writer.writerow(row)
-    print(*row)
+    ), strict=True))  # fmt: skip
+    append_rows(options.output, COLUMNS, [row])
+    print(*row.values())
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ class LatentStore:
     def _latent(self, layer: int, found: _Pass) -> LatentCache:
         if self._offload is None:
             return self._resident.latent(layer)
-        rows = self._offload.latent(layer, prefill=found.prefill)
+        rows = (self._offload.prefill if found.prefill else self._offload.decode).latent(layer)
         if isinstance(rows, PrefillRows) and found.requests > 1:
             # The next rows to come are another request's of this layer, not this one's of the next.
             return replace(rows, is_first=True, following=None)

@@ -16,7 +16,7 @@ write the rows, and while attention reads them, store the new ones on copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,11 +86,16 @@ class LayerMemory:
 
 @dataclass(frozen=True, slots=True)
 class OffloadMemory:
-    """All that offload holds. layers: by number, the MTP block's after the last where it is offloaded."""
+    """All that offload holds. layers: by number, the MTP block's after the last where it is offloaded.
+
+    prompts: buffers for one layer's rows of one request in order of position, (blocks, block tokens, X), of which the
+    last block takes what has no place.
+    """
 
     sizes: PoolSizes
     groups: tuple[GroupMemory, ...]
     layers: dict[int, LayerMemory]
+    prompts: tuple[Tensor, ...]
 
     def group_of(self, layer: int) -> GroupMemory:
         """The group that a layer belongs to."""
@@ -164,13 +169,11 @@ class DirectRows(_Offloaded):
                 self.streams.record(("owner fetched", self.group.index))
                 for layer in self.group.layers[1:]:
                     self._prefetch(layer, inputs, plan)
-            lists = (plan.ids_BX, plan.to_rows_BX, plan.counts_B, plan.figures_BC)
-            selected = Selected(selected.topk_TK, plan.rows_TK, lists)
+            selected = _with_rows(selected, plan)
         elif self.options.prefetches:
             self.streams.wait(("fetched", self.layer))
         else:
-            assert selected.rows_TK is not None, "an owner plans for its group"
-            self._fetch(self.layer, inputs, RowPlan(selected.rows_TK, *selected.lists))
+            self._fetch(self.layer, inputs, _row_plan(selected))
         self._write(inputs)
         return AttendedRows(self.rows.region, selected.rows_TK, staging=self.rows.staging), selected
 
@@ -197,11 +200,9 @@ class GatherRows(_Offloaded):
             self._wait_for_prompts()
             plan = plan_gather(selected.topk_TK, self._plan_inputs(inputs), self.group.state, self.memory.sizes)
             self._count(plan.figures_BC)
-            lists = (plan.ids_BX, plan.to_rows_BX, plan.counts_B, plan.figures_BC)
-            selected = Selected(selected.topk_TK, plan.rows_TK, lists)
+            selected = _with_rows(selected, plan)
         if not reuses:
-            assert selected.rows_TK is not None, "an owner plans for its group"
-            self._fetch(self.layer, inputs, RowPlan(selected.rows_TK, *selected.lists))
+            self._fetch(self.layer, inputs, _row_plan(selected))
         return AttendedRows(self.rows.region, selected.rows_TK, staging=self.rows.staging), selected
 
 
@@ -263,13 +264,11 @@ PREFILL_BUFFERS = 2
 class PrefillRows:
     """One layer in a prefill call of one request: its rows lie in one of two buffers meanwhile, in order of position.
 
-    buffers: (blocks, block tokens, X). hosts: host rows of every offloaded layer. is_first: of its pass. following: the
-    next layer of the pass, whose earlier rows are brought while this one computes.
+    is_first: of its pass. following: the next layer of the pass, whose earlier rows come while this one computes.
     """
 
     layer: int
-    hosts: Mapping[int, Tensor]
-    buffers: Sequence[Tensor]
+    memory: OffloadMemory
     streams: Streams
     is_first: bool
     following: int | None
@@ -282,12 +281,12 @@ class PrefillRows:
         self.streams.wait(("loaded", _buffer(self.layer)))
         if self.following is not None:
             self._load(self.following, own)
-        return self.buffers[_buffer(self.layer)], own.own_rows_T
+        return self.memory.prompts[_buffer(self.layer)], own.own_rows_T
 
     def select(self, inputs: StepInputs, selected: Selected, *, chosen_here: bool) -> tuple[AttendedRows, Selected]:
         """Attention reads the buffer, while the new rows go to host memory."""
         own, index = _of(inputs), _buffer(self.layer)
-        buffer, host = self.buffers[index], self.hosts[self.layer]
+        buffer, host = self.memory.prompts[index], self.memory.layers[self.layer].host
         self.streams.record(("written", index))
         self.streams.submit(
             COPY, ("stored", index), lambda: store_rows(buffer, host, *own.stored), after=("written", index)
@@ -301,7 +300,7 @@ class PrefillRows:
         """Send for the rows that a layer has in host memory, after all that uses its buffer now."""
         start, _, blocks = own.stored
         index = _buffer(layer)
-        buffer, host = self.buffers[index], self.hosts[layer]
+        buffer, host = self.memory.prompts[index], self.memory.layers[layer].host
         # Main has attended to what the buffer held, and has written all rows of earlier steps to the host.
         self.streams.record(("free", index))
         self.streams.submit(
@@ -316,6 +315,16 @@ def _buffer(layer: int) -> int:
 def _of(inputs: StepInputs) -> OffloadInputs:
     assert inputs.offload is not None, "a call over offloaded rows is told where they lie"
     return inputs.offload
+
+
+def _with_rows(selected: Selected, plan: RowPlan) -> Selected:
+    """The selection with all that the later layers of its group need of its plan."""
+    return Selected(selected.topk_TK, plan.rows_TK, (plan.ids_BX, plan.to_rows_BX, plan.counts_B, plan.figures_BC))
+
+
+def _row_plan(selected: Selected) -> RowPlan:
+    assert selected.rows_TK is not None, "an owner plans for its group"
+    return RowPlan(selected.rows_TK, *selected.lists)
 
 
 def _serve_plan(selected: Selected) -> ServePlan:

@@ -5,9 +5,8 @@ Axes: B rows of a call, S tokens of each, T = B · S.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import lazy_loader as lazy
 
@@ -17,7 +16,7 @@ from castoff.model.offload import MODES, GroupMemory, PrefillRows
 from castoff.model.setup import Setup
 from castoff.offload.check import CheckedRows
 from castoff.offload.host_store import release
-from castoff.offload.memory import OffloadRun, allocate, prefill_buffers
+from castoff.offload.memory import OffloadRun, allocate, offload_bytes
 from castoff.offload.report import GroupReport, OffloadReport
 from castoff.offload.streams import RunStreams
 from castoff.ops.program import Tensor
@@ -25,16 +24,6 @@ from castoff.policy.arrays import STATS
 from castoff.spec.offload import Offload
 
 torch = lazy.load("torch")
-
-
-class DeviceCaches(Protocol):
-    """The caches that stay on the device: indexer keys, and latent rows that are not offloaded."""
-
-    def latent(self, layer: int) -> LatentCache:
-        """Latent rows of a layer."""
-
-    def indexer(self, layer: int) -> Tensor:
-        """Indexer keys of a full layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +44,20 @@ class CallRows:
 class OffloadedCaches:
     """Latent rows in host memory, pools on the device, and which request has which slot of them.
 
-    Raises CastoffError where the host has not enough memory.
+    prefill, decode: the caches for calls of each kind. held: bytes. Raises CastoffError where memory is not enough.
     """
 
     def __init__(
-        self, setup: Setup, run: OffloadRun, resident: DeviceCaches, streams: RunStreams, *, dtype: Tensor,
+        self, setup: Setup, run: OffloadRun, resident: CacheSource, streams: RunStreams, *, dtype: Tensor,
         device: Tensor,
     ) -> None:  # fmt: skip
         self._setup = setup
         self._run = run
-        self.resident = resident
         self._device = device
         self.streams = streams
+        self.held = offload_bytes(setup, run, dtype=dtype)
         try:
             self.memory = allocate(setup, run, dtype=dtype, device=device)
-            self._buffers = prefill_buffers(setup, run, dtype=dtype, device=device)
         # What torch raises for memory that a device does not have.
         except RuntimeError as error:
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -84,43 +72,14 @@ class OffloadedCaches:
         # Where a request's first decode step began: the ring has no earlier rows.
         self._decoded_from: dict[int | None, int] = {}
         self._occupancy = [[0, 0] for _ in self.memory.groups]
-        self._in_prefill = {layer: self._prefill_rows(layer) for layer in self.memory.layers}
-        self._in_decode = {layer: self._decode_rows(layer) for layer in self.memory.layers}
+        layers = self.memory.layers
+        self.prefill: CacheSource = _Source({layer: self._prefill_rows(layer) for layer in layers}, resident)
+        self.decode: CacheSource = _Source({layer: self._decode_rows(layer) for layer in layers}, resident)
 
     @property
     def options(self) -> Offload:
         """Mode and pool."""
         return self._run.options
-
-    @property
-    def prefill(self) -> CacheSource:
-        """Caches for prefill calls."""
-        return _Source(self, is_prefill=True)
-
-    @property
-    def decode(self) -> CacheSource:
-        """Caches for decode calls."""
-        return _Source(self, is_prefill=False)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes on the device: pools, rings, staging, selection, metadata and prefill buffers."""
-        memory = self.memory
-        held = {
-            id(tensor): tensor
-            for rows in memory.layers.values()
-            for tensor in (rows.region, rows.staging, rows.selection)
-        }
-        for group in memory.groups:
-            state = group.state
-            own = (state.tags_RNW, state.used_RNW, state.hands_RN, state.marks_RN, group.figures_C)
-            held |= {id(x): x for x in own}
-        return sum(int(tensor.nbytes) for tensor in (*held.values(), *self._buffers))
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory."""
-        return sum(int(rows.host.nbytes) for rows in self.memory.layers.values())
 
     def close(self) -> None:
         """End the streams, and give the host's memory back."""
@@ -154,18 +113,11 @@ class OffloadedCaches:
             if request in self._slots:
                 self._clear(self._slots[request])
 
-    def latent(self, layer: int, *, prefill: bool) -> LatentCache:
-        """Latent rows of a layer in a prefill or a decode call."""
-        if layer not in self.memory.layers:
-            return self.resident.latent(layer)
-        return self._in_prefill[layer] if prefill else self._in_decode[layer]
-
     def _prefill_rows(self, layer: int) -> LatentCache:
         # The MTP block's layer is a pass of its own.
         layers = self._setup.model.num_hidden_layers
         following = None if layer in (layers - 1, layers) else layer + 1
-        hosts = {layer: rows.host for layer, rows in self.memory.layers.items()}
-        return PrefillRows(layer, hosts, self._buffers, self.streams, layer in (0, layers), following)
+        return PrefillRows(layer, self.memory, self.streams, layer in (0, layers), following)
 
     def _decode_rows(self, layer: int) -> LatentCache:
         mode = MODES[self.options.offload]
@@ -237,8 +189,8 @@ class OffloadedCaches:
             prefill_bytes=row_bytes * self._prompt_rows,
             stall_s=figures.stall_s,
             most_behind=figures.most_behind,
-            host_bytes=self.host_bytes,
-            device_bytes=self.bytes,
+            host_bytes=self.held.host,
+            device_bytes=self.held.device,
         )
 
     def _filled(self, slots: list[int]) -> list[int]:
@@ -286,15 +238,15 @@ def _figures(group: GroupMemory) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The caches as the decoder of one kind of call sees them."""
+    """The caches as the decoder of one kind of call sees them: offloaded rows, and what stays on the device."""
 
-    caches: OffloadedCaches
-    is_prefill: bool
+    offloaded: Mapping[int, LatentCache]
+    resident: CacheSource
 
     def latent(self, layer: int) -> LatentCache:
-        """Offloaded rows of a layer, or the resident ones."""
-        return self.caches.latent(layer, prefill=self.is_prefill)
+        """Latent rows of a layer."""
+        return self.offloaded[layer] if layer in self.offloaded else self.resident.latent(layer)
 
     def indexer(self, layer: int) -> Tensor:
-        """Indexer keys, which stay on the device."""
-        return self.caches.resident.indexer(layer)
+        """Indexer keys of a full layer."""
+        return self.resident.indexer(layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import lazy_loader as lazy
@@ -9,7 +10,7 @@ import lazy_loader as lazy
 from castoff.errors import CastoffError
 from castoff.model.offload import PREFILL_BUFFERS, GroupMemory, LayerMemory, OffloadMemory
 from castoff.model.setup import Setup
-from castoff.offload.host_store import check_host_bytes, host_rows, near
+from castoff.offload.host_store import check_host_bytes, host_rows, near, release
 from castoff.ops.cache_rows import row_storage
 from castoff.ops.offload_plan import PoolSizes, PoolState
 from castoff.ops.program import Tensor
@@ -105,14 +106,30 @@ def allocate(setup: Setup, run: OffloadRun, *, dtype: Tensor, device: Tensor) ->
     Device rows start as zeros: a row that nobody has written is multiplied by a weight of zero, and must not be NaN.
     """
     check_host_bytes(offload_bytes(setup, run, dtype=dtype).host, run.host_bytes)
+    hosts: dict[int, Tensor] = {}
+    try:
+        with near(device):
+            for group in offloaded_groups(setup, run.options):
+                for layer in group:
+                    hosts[layer] = _host_rows(setup, run, dtype=dtype, device=device)
+        return _around(hosts, setup, run, dtype=dtype, device=device)
+    except BaseException:
+        for rows in hosts.values():
+            release(rows, device)
+        raise
+
+
+def _host_rows(setup: Setup, run: OffloadRun, *, dtype: Tensor, device: Tensor) -> Tensor:
+    width, stored = _row(setup, dtype)
+    return host_rows((run.num_blocks + 1, run.block_tokens, width), stored, device)
+
+
+def _around(
+    hosts: Mapping[int, Tensor], setup: Setup, run: OffloadRun, *, dtype: Tensor, device: Tensor
+) -> OffloadMemory:
+    """What the device holds of layers whose rows are in host memory."""
     groups, sizes = offloaded_groups(setup, run.options), pool_sizes(setup, run)
     width, stored = _row(setup, dtype)
-    with near(device):
-        hosts = {
-            layer: host_rows((run.num_blocks + 1, run.block_tokens, width), stored, device)
-            for group in groups
-            for layer in group
-        }
 
     def rows(count: int) -> Tensor:
         return torch.zeros(count, width, dtype=stored, device=device)
@@ -135,14 +152,11 @@ def allocate(setup: Setup, run: OffloadRun, *, dtype: Tensor, device: Tensor) ->
             for index, group in enumerate(groups)
         ),
         layers,
+        tuple(
+            torch.zeros(_prefill_blocks(run) + 1, run.block_tokens, width, dtype=stored, device=device)
+            for _ in range(PREFILL_BUFFERS)
+        ),
     )
-
-
-def prefill_buffers(setup: Setup, run: OffloadRun, *, dtype: Tensor, device: Tensor) -> list[Tensor]:
-    """Buffers for one layer's rows of one request in order of position, and a block for what has no place."""
-    width, stored = _row(setup, dtype)
-    shape = (_prefill_blocks(run) + 1, run.block_tokens, width)
-    return [torch.zeros(shape, dtype=stored, device=device) for _ in range(PREFILL_BUFFERS)]
 
 
 def _state(sizes: PoolSizes, device: Tensor) -> PoolState:

@@ -59,7 +59,7 @@ def _serve_reference(
 ) -> tuple[()]:
     tokens, columns = sources_TK.shape
     sources = sources_TK.flatten().long()
-    slots = row_slots((-2 - sources_TK).view(tokens, columns), block_tables, host.shape[1]).flatten()
+    slots = row_slots(-2 - sources_TK, block_tables, host.shape[1]).flatten()
     pooled, hosted = sources >= 0, sources < -1
     selected = selection[: tokens * columns]
     selected.zero_()

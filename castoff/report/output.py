@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
-import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from castoff.errors import CastoffError
+from castoff.files import NewFile
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -105,20 +104,12 @@ def write_file(path: Path, text: str) -> None:
         if _is_special(path):
             path.write_text(text, encoding="utf-8")
             return
-        target = path.resolve()
-        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
-        # Named before it is made, so that wherever an interrupt strikes it is known what to remove.
-        temporary = target.with_name(f".castoff-{secrets.token_hex(8)}")
+        new = NewFile(path)
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            if target.exists():
-                # The process' umask may have taken bits away.
-                temporary.chmod(mode)
-            temporary.replace(target)
+            new.file.write(text.encode("utf-8"))
+            new.commit()
         finally:
-            temporary.unlink(missing_ok=True)
+            new.discard()
     except BrokenPipeError:
         raise
     except OSError as error:

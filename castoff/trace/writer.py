@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from castoff.errors import CastoffError
+from castoff.files import NewFile
 from castoff.trace.header import TraceHeader
 from castoff.trace.steps import Int32Array, Integers, located, pack
 
@@ -32,14 +30,11 @@ class TraceWriter:
         with _writing(self.path):
             if self.path.exists() and not self.path.is_file():
                 raise CastoffError(f"cannot write a trace to {self.path}: it is no regular file; name another")
-            # Through a link, so that it stays one. Named before it is made, so that it can always be removed.
-            self._target = self.path.resolve()
-            self._temporary = self._target.with_name(f".castoff-{secrets.token_hex(8)}")
+            self._new = NewFile(self.path)
             try:
-                self._file = self._temporary.open("xb")
-                self._file.write(header.encoded(0))
+                self._new.file.write(header.encoded(0))
             except BaseException:
-                self._temporary.unlink(missing_ok=True)
+                self._new.discard()
                 raise
 
     def append(
@@ -74,7 +69,7 @@ class TraceWriter:
         assert record_W.shape == (self.header.record_words,), "a record of another trace"
         try:
             with _writing(self.path):
-                self._file.write(record_W.data)
+                self._new.file.write(record_W.data)
         except CastoffError:
             # A record in part must not be followed by others.
             self.discard()
@@ -85,23 +80,15 @@ class TraceWriter:
         """Complete the file and put it in its place; if that fails, it is removed."""
         try:
             with _writing(self.path):
-                self._file.seek(0)
-                self._file.write(self.header.encoded(self.num_steps))
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._file.close()
-                if self._target.exists():
-                    shutil.copymode(self._target, self._temporary)
-                self._temporary.replace(self._target)
+                self._new.file.seek(0)
+                self._new.file.write(self.header.encoded(self.num_steps))
+                self._new.commit()
         finally:
             self.discard()
 
     def discard(self) -> None:
         """Remove what was written; nothing after `close`."""
-        # What is still to be written does not matter any more, nor that it cannot be.
-        with suppress(OSError):
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._new.discard()
 
     def __enter__(self) -> Self:
         return self

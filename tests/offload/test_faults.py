@@ -8,7 +8,7 @@ import pytest
 
 from castoff.errors import CastoffError
 from castoff.model import offload as programs
-from castoff.offload import host_store
+from castoff.offload import host_store, memory
 from castoff.ops.program import op_observer
 from castoff.runtime.engine import Engine, Rows
 from castoff.runtime.sampling import Sampling
@@ -45,6 +45,30 @@ def test_a_limit_is_checked_before_anything_is_taken(monkeypatch: pytest.MonkeyP
         host_store.check_host_bytes(10_000, None)
     host_store.check_host_bytes(9_999, None)
     assert not taken
+
+
+def test_host_memory_is_given_back_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was pinned must not stay so when its memory goes."""
+    taken: list[object] = []
+    given_back: list[object] = []
+    host_rows = memory.host_rows
+
+    def counted(*args: object) -> object:
+        taken.append(host_rows(*args))  # type: ignore[arg-type]
+        return taken[-1]
+
+    def full(*_: object, **__: object) -> object:
+        raise RuntimeError("out of memory: tried to allocate 1 GiB\nmore")
+
+    monkeypatch.setattr(memory, "host_rows", counted)
+    monkeypatch.setattr(memory, "release", lambda rows, device: given_back.append(rows))
+    monkeypatch.setattr(memory, "_state", full)
+    with pytest.raises(
+        CastoffError, match=r"pools of --offload direct could not be taken: out of memory.*--pool-tokens"
+    ):
+        engine_of(CASE, options_of("direct"))
+    assert len(taken) == len(given_back) == 4
+    assert all(own is other for own, other in zip(taken, given_back, strict=True))
 
 
 class Interrupted(BaseException):
@@ -146,8 +170,8 @@ def test_a_corrupted_row_is_named(mode: OffloadMode) -> None:
         for token in (3, 4):
             step(engine, length, token)
         assert engine.offload is not None
-        memory = engine.offload.memory
-        memory.layers[2].region[: memory.sizes.pool_rows] += 1
+        held = engine.offload.memory
+        held.layers[2].region[: held.sizes.pool_rows] += 1
         with pytest.raises(CastoffError, match=r"--check: layer 2, request 0, rank \d+: token \d+ is not the row"):
             step(engine, length, 5)
 

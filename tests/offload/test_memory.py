@@ -59,8 +59,16 @@ def test_what_is_held_is_what_was_said() -> None:
     for mode in MODES:
         engine = engine_of(case, options_of(mode))
         assert engine.offload is not None
-        held = offload_bytes(engine.setup, engine.offload._run, dtype=case.dtype)
-        assert (engine.offload.bytes, engine.offload.host_bytes) == (held.device, held.host)
+        memory = engine.offload.memory
+        rows = list(memory.layers.values())
+        on_device = [tensor for each in rows for tensor in (each.region, each.staging, each.selection)]
+        for group in memory.groups:
+            state = group.state
+            on_device += [state.tags_RNW, state.used_RNW, state.hands_RN, state.marks_RN, group.figures_C]
+        # Layers share staging.
+        distinct = {id(tensor): tensor for tensor in (*on_device, *memory.prompts)}.values()
+        assert engine.offload.held.device == sum(tensor.nbytes for tensor in distinct)
+        assert engine.offload.held.host == sum(each.host.nbytes for each in rows)
         engine.close()
 
 

@@ -1,71 +1,23 @@
 """Quantised checkpoints: what is stored is what runs, and every fault of values and scales is named."""
 
 import copy
-import json
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-
-from castoff.errors import CastoffError
 from castoff.model.weights import layer_parameters
-from castoff.ops.linear import Weight
-from castoff.ops.quantization import dequantize_weight
 from castoff.runtime.checkpoint import Checkpoint, LoadedWeights, RandomTensors
-from castoff.runtime.convert import convert
 from castoff.runtime.engine import Engine
-from castoff.runtime.stored import WHOLE, Part, Piece, read_plain, read_quantized, read_weight
-from castoff.spec.model import load_model
+from castoff.runtime.stored import Part, Piece, read_quantized
 from castoff.spec.quant import linear_format
 from tests.runtime.fake_quant import Held, RoundedInputs, dequantized
+from tests.runtime.quantized import ACTIONS, EXPERT, SUFFIX, WEIGHT, Given, form_of, plain_weight, same
 from tests.runtime.tiny import KINDS, Tiny, prefill, setup_of, tensors_of, token_ids, torch, write_tensors
 
-ACTIONS = ("W8A8_DYNAMIC", "FP8")
-SUFFIX = {"W8A8_DYNAMIC": "_scale", "FP8": "_scale_inv"}
 CPU = torch.device("cpu")
-WEIGHT = "model.layers.1.self_attn.o_proj.weight"
-EXPERT = "model.layers.3.mlp.experts.7.down_proj.weight"
-
-
-@pytest.fixture(scope="session")
-def converted(
-    tiny_checkpoint: Callable[..., Tiny], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, str], Tiny]:
-    """`converted(kind, action)`: a tiny checkpoint, quantised the first time it is asked for."""
-    made: dict[tuple[str, str], Tiny] = {}
-
-    def get(kind: str, action: str) -> Tiny:
-        if (kind, action) not in made:
-            tiny, target = tiny_checkpoint(kind), tmp_path_factory.mktemp("converted") / action
-            convert(str(tiny.directory), action, target)  # type: ignore[arg-type]
-            made[kind, action] = replace(tiny, directory=target, spec=load_model(str(target)))
-        return made[kind, action]
-
-    return get
-
-
-@pytest.fixture(params=ACTIONS)
-def action(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def copied(converted: Callable[[str, str], Tiny], action: str, tmp_path: Path) -> Tiny:
-    """A quantised checkpoint at a place where it may be spoilt."""
-    tiny = converted("glm5", action)
-    shutil.copytree(tiny.directory, tmp_path / "model")
-    return replace(tiny, directory=tmp_path / "model")
-
-
-def same(one: Any, other: Any) -> bool:
-    """torch.equal, which torch lacks for FP8."""
-    return one.dtype == other.dtype and torch.equal(one.double(), other.double())
 
 
 def loaded(tiny: Tiny, action: str, *, mtp_tokens: int = 0, dtype: Any = torch.float32) -> LoadedWeights:
@@ -76,16 +28,6 @@ def loaded(tiny: Tiny, action: str, *, mtp_tokens: int = 0, dtype: Any = torch.f
 def engine_of(tiny: Tiny, weights: Any, action: str, dtype: Any, mtp_tokens: int = 0) -> Engine:
     setup = setup_of(tiny.spec, mtp_tokens=mtp_tokens, action=action)
     return Engine(setup, weights, num_blocks=32, block_tokens=16, dtype=dtype, device=CPU)
-
-
-def plain_weight(weight: Weight, dtype: Any) -> Weight:
-    if weight.scales is None:
-        return weight
-    assert weight.format is not None
-    if weight.values.dim() == 2:
-        return Weight(dequantize_weight(weight.values, weight.scales.to(dtype), weight.format))
-    pairs = zip(weight.values, weight.scales, strict=True)
-    return Weight(torch.stack([dequantize_weight(values, scales.to(dtype), weight.format) for values, scales in pairs]))
 
 
 def without_scales(weights: LoadedWeights, layers: int, dtype: Any) -> tuple[Held, list[Any]]:
@@ -300,205 +242,6 @@ def test_random_weights_are_quantised(converted: Callable[[str, str], Tiny], act
     weights = LoadedWeights(setup_of(tiny.spec, action=action), RandomTensors(0), dtype=torch.float32, device=CPU)
     logits = prefill(engine_of(tiny, weights, action, torch.float32), token_ids(1, 20), [0])
     assert torch.isfinite(logits).all()
-
-
-def fault(tiny: Tiny) -> str:
-    with pytest.raises(CastoffError) as caught:
-        Checkpoint(tiny.directory, tiny.spec, mtp=True)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", [WEIGHT, EXPERT, "model.layers.4.self_attn.indexer.wq_b.weight"])
-def test_missing_scales(copied: Tiny, action: str, name: str) -> None:
-    tensors = tensors_of(copied.directory)
-    del tensors[name + SUFFIX[action]]
-    write_tensors(copied.directory, tensors)
-    assert f"its scales {name}{SUFFIX[action]} are missing" in fault(copied)
-
-
-@pytest.mark.parametrize("name", [WEIGHT, EXPERT])
-def test_misshapen_scales(copied: Tiny, action: str, name: str) -> None:
-    tensors = tensors_of(copied.directory)
-    scales = tensors[name + SUFFIX[action]]
-    tensors[name + SUFFIX[action]] = torch.cat([scales, scales])
-    write_tensors(copied.directory, tensors)
-    message = fault(copied)
-    assert name + SUFFIX[action] in message
-    assert str(list(scales.shape)) in message
-    assert str([2 * scales.shape[0], scales.shape[1]]) in message
-
-
-def test_scales_of_a_wrong_dtype(copied: Tiny, action: str) -> None:
-    tensors = tensors_of(copied.directory)
-    tensors[WEIGHT + SUFFIX[action]] = tensors[WEIGHT + SUFFIX[action]].half()
-    write_tensors(copied.directory, tensors)
-    message = fault(copied)
-    assert WEIGHT + SUFFIX[action] in message
-    assert "F16" in message
-
-
-def test_scales_beside_an_unquantised_weight(copied: Tiny, action: str) -> None:
-    tensors = tensors_of(copied.directory)
-    tensors[WEIGHT] = tensors[WEIGHT].float()
-    write_tensors(copied.directory, tensors)
-    assert f"{WEIGHT} is stored as F32, but {WEIGHT}{SUFFIX[action]} stands beside it" in fault(copied)
-
-
-def test_scales_of_the_other_kind(copied: Tiny, action: str) -> None:
-    other = next(suffix for suffix in SUFFIX.values() if suffix != SUFFIX[action])
-    tensors = tensors_of(copied.directory)
-    write_tensors(copied.directory, {**tensors, WEIGHT + other: torch.ones(1, 1)})
-    assert f"{WEIGHT}{other} stands beside it" in fault(copied)
-
-
-def test_scales_of_no_tensor(copied: Tiny, action: str) -> None:
-    name = "model.layers.1.self_attn.x_proj.weight" + SUFFIX[action]
-    write_tensors(copied.directory, {**tensors_of(copied.directory), name: torch.ones(1, 1)})
-    assert name in fault(copied)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.2.mlp.gate.weight",
-        "model.layers.2.input_layernorm.weight",
-        "model.embed_tokens.weight",
-        "lm_head.weight",
-        "model.layers.0.self_attn.indexer.weights_proj.weight",
-        "model.layers.4.eh_proj.weight",
-    ],
-)
-def test_what_is_never_quantised(copied: Tiny, action: str, name: str) -> None:
-    tensors = tensors_of(copied.directory)
-    tensors[name] = tensors[name].to(tensors[WEIGHT].dtype)
-    tensors[name + SUFFIX[action]] = torch.ones(tensors[name].shape[0], 1)
-    write_tensors(copied.directory, tensors)
-    assert f"{name} is stored as" in fault(copied)
-    assert "never quantised" in fault(copied)
-
-
-def test_another_format_than_the_configs(copied: Tiny, action: str) -> None:
-    other = {"W8A8_DYNAMIC": torch.float8_e4m3fn, "FP8": torch.int8}[action]
-    tensors = tensors_of(copied.directory)
-    write_tensors(copied.directory, {**tensors, WEIGHT: tensors[WEIGHT].float().to(other)})
-    message = fault(copied)
-    assert WEIGHT in message
-    assert {"W8A8_DYNAMIC": "I8", "FP8": "F8_E4M3"}[action] in message
-
-
-def test_a_config_that_does_not_speak_of_it(copied: Tiny) -> None:
-    plain = replace(copied, spec=replace(copied.spec, checkpoint_quant=None))
-    assert "unquantised weights are read from" in fault(plain)
-
-
-def test_truncated_file(copied: Tiny) -> None:
-    whole = (copied.directory / "model.safetensors").read_bytes()
-    (copied.directory / "model.safetensors").write_bytes(whole[:-5])
-    assert "model.safetensors" in fault(copied)
-
-
-@pytest.mark.parametrize("action", ["FP8"], indirect=True)
-def test_blocks_of_another_size(copied: Tiny) -> None:
-    config = json.loads((copied.directory / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = [64, 128]
-    (copied.directory / "config.json").write_text(json.dumps(config))
-    assert "weight_block_size is [64, 128]" in fault(replace(copied, spec=load_model(str(copied.directory))))
-
-
-def form_of(action: str) -> Any:
-    return linear_format(action)  # type: ignore[arg-type]
-
-
-class Given:
-    """Tensors in memory as a source."""
-
-    def __init__(self, tensors: dict[str, Any]) -> None:
-        self._tensors = tensors
-
-    def read(self, piece: Piece, part: Part = WHOLE) -> Any:
-        whole = self._tensors[piece.name]
-        rows, columns = (slice(*(extent or (None,))) for extent in (part.rows, part.columns))
-        return whole[rows, columns] if whole.dim() > 1 else whole[rows]
-
-    def scales(self, piece: Piece) -> Piece | None:
-        for suffix in SUFFIX.values():
-            if piece.name + suffix in self._tensors:
-                return Piece(piece.name + suffix, tuple(self._tensors[piece.name + suffix].shape))
-        return None
-
-
-ROWS, COLUMNS = 256 + 40, 384
-LARGE = Piece("w.weight", (ROWS, COLUMNS))
-
-
-@pytest.fixture
-def large() -> Any:
-    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
-
-
-def stored_in(action: str, whole: Any) -> tuple[Given, dict[str, Any]]:
-    values, scales = read_quantized(Given({"w.weight": whole}), [(LARGE, Part())], form_of(action))
-    tensors = {"w.weight": values, "w.weight" + SUFFIX[action]: scales}
-    return Given(tensors), tensors
-
-
-PARTS = [Part(), Part((0, 128)), Part((128, ROWS)), Part(None, (128, 256)), Part((256, ROWS), (256, COLUMNS))]
-
-
-@pytest.mark.parametrize("part", PARTS, ids=str)
-def test_parts_are_parts_of_the_whole(large: Any, action: str, part: Part) -> None:
-    """Stored, dequantised or quantised on reading: a slice holds the numbers that the whole has there."""
-    source, tensors = stored_in(action, large)
-    rows, columns = slice(*(part.rows or (0, ROWS))), slice(*(part.columns or (0, COLUMNS)))
-    expected = dequantized(tensors, "w.weight")[rows, columns]
-    assert same(read_plain(source, LARGE, part), expected)
-    read = read_weight(source, LARGE, part)
-    for values, scales in (
-        read,
-        read_quantized(source, [(LARGE, part)], form_of(action)),
-        read_quantized(Given({"w.weight": large}), [(LARGE, part)], form_of(action)),
-    ):
-        assert same(values, tensors["w.weight"][rows, columns])
-        assert same(scales, read[1])
-        assert same(plain_weight(Weight(values, scales, form_of(action)), torch.float32).values, expected)
-    plain = Given({"w.weight": large})
-    assert read_weight(plain, LARGE, part)[1] is None
-    assert same(read_plain(plain, LARGE, part), large[rows, columns])
-
-
-@pytest.mark.parametrize("part", [Part((64, 192)), Part((0, 100)), Part(None, (0, 192))], ids=str)
-def test_parts_that_cut_a_block(large: Any, part: Part) -> None:
-    """Refused where the blocks stay, and not where they are dequantised; INT8 has no blocks."""
-    source, tensors = stored_in("FP8", large)
-    for read in (
-        lambda: read_weight(source, LARGE, part),
-        lambda: read_quantized(source, [(LARGE, part)], form_of("FP8")),
-        lambda: read_quantized(Given({"w.weight": large}), [(LARGE, part)], form_of("FP8")),
-    ):
-        with pytest.raises(CastoffError, match=r"w\.weight.*--tp-size or --quantize-linear-action DISABLED"):
-            read()
-    rows, columns = slice(*(part.rows or (0, ROWS))), slice(*(part.columns or (0, COLUMNS)))
-    assert same(read_plain(source, LARGE, part), dequantized(tensors, "w.weight")[rows, columns])
-    rows_of, whole = stored_in("W8A8_DYNAMIC", large)
-    values, _ = read_quantized(rows_of, [(LARGE, part)], form_of("W8A8_DYNAMIC"))
-    assert same(values, whole["w.weight"][rows, columns])
-
-
-def test_whole_blocks_are_joined_as_they_are(large: Any) -> None:
-    source, tensors = stored_in("FP8", large)
-    values, scales = read_quantized(source, [(LARGE, Part((0, 128))), (LARGE, Part((128, ROWS)))], form_of("FP8"))
-    assert same(values, tensors["w.weight"])
-    assert same(scales, tensors["w.weight_scale_inv"])
-
-
-def test_parts_from_a_file(converted: Callable[[str, str], Tiny], action: str) -> None:
-    tiny = converted("glm5", action)
-    piece = Piece(WEIGHT, (64, 80), quantizable=True)
-    source, stored = Checkpoint(tiny.directory, tiny.spec, mtp=False), tensors_of(tiny.directory)
-    assert same(source.read(piece, Part((3, 9), (10, 20))), stored[WEIGHT][3:9, 10:20])
-    assert same(read_plain(source, piece, Part((3, 9), (10, 20))), dequantized(stored, WEIGHT)[3:9, 10:20])
-    norm = Piece("model.norm.weight", (64,))
-    assert same(source.read(norm, Part((3, 9))), stored[norm.name][3:9])
 
 
 def test_every_parameter_has_the_shapes_of_its_format(converted: Callable[[str, str], Tiny], action: str) -> None:

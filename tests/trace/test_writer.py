@@ -67,8 +67,8 @@ def test_a_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_on_the_way(tmp_path: Path) -> None:
     with pytest.raises(CastoffError, match="No space left"), TraceWriter(tmp_path / "x.topk", HEADER) as writer:  # noqa: PT012
-        with writer._file:
-            writer._file = io.BufferedWriter(io.FileIO("/dev/full", "wb"), buffer_size=16)
+        with writer._new.file:
+            writer._new.file = io.BufferedWriter(io.FileIO("/dev/full", "wb"), buffer_size=16)
         append(writer, STEP)
     assert list(tmp_path.iterdir()) == []
 

@@ -13,15 +13,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from castoff.ops.offload_plan import PoolSizes
 from castoff.ops.triton.attention import RowFormat, sparse_attention_launch
 from castoff.ops.triton.launch import Backend, Launch
 from castoff.ops.triton.plan_direct import plan_direct_launch
@@ -33,6 +34,7 @@ from castoff.ops.triton.rows import (
     offload_install_launch,
     offload_serve_launch,
 )
+from castoff.spec.offload import PoolPolicy
 
 _TYPES = {
     torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
@@ -56,18 +58,6 @@ TARGETS = (
     Target(name="sm_90", backend="cuda", gpu=GPUTarget("cuda", 90, 32), shared_bytes=227 * 1024),
     Target(name="gfx942", backend="hip", gpu=GPUTarget("hip", "gfx942", 64), shared_bytes=64 * 1024),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """A pool by policy; the sizes of one that fits one row of a decode step."""
-
-    policy: str
-    sets: int = 512
-    ways: int = 16
-    requests: int = _REQUESTS
-    ring_tokens: int = 64
-    staging_rows: int = _QUERIES * _TOPK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,18 +87,22 @@ def launches(backend: Backend) -> Iterator[tuple[str, Launch]]:
             yield f"sparse_attention {row_format} {heads} heads", _attention(row_format, heads, backend)
 
 
+# One that fits one row of a decode step.
+_POOL = PoolSizes(_REQUESTS, 512, 16, 64, _QUERIES * _TOPK, "fifo")
+
+
 def _plans(backend: Backend) -> Iterator[tuple[str, Launch]]:
     topk = _ints(_REQUESTS * _QUERIES, _TOPK)
     slots, lengths = _longs(_REQUESTS * _QUERIES), _longs(_REQUESTS)
-    for policy in ("fifo", "lru", "clock"):
-        sizes = Sizes(policy=policy)
+    for policy in get_args(PoolPolicy):
+        sizes = replace(_POOL, policy=policy)
         pool, hands = _ints(_REQUESTS, sizes.sets, sizes.ways), _ints(_REQUESTS, sizes.sets)
         inputs = (topk, slots, lengths, lengths, lengths, lengths, pool, pool, hands, hands)
         yield f"plan_direct {policy}", plan_direct_launch(*inputs, sizes)[0]
-    launch, outputs = plan_serve_launch(topk, slots, lengths, lengths, lengths, pool, hands, Sizes(policy="fifo"))
+    launch, outputs = plan_serve_launch(topk, slots, lengths, lengths, lengths, pool, hands, _POOL)
     yield "plan_serve", launch
     yield "install_metadata", install_metadata_launch(outputs[1], outputs[2], outputs[4], lengths, pool, hands)
-    buffers = Sizes(policy="previous", sets=_QUERIES, ways=_TOPK)
+    buffers = replace(_POOL, policy="previous", sets=_QUERIES, ways=_TOPK)
     tags = _ints(_REQUESTS, _QUERIES, _TOPK)
     yield "plan_gather", plan_gather_launch(topk, slots, lengths, lengths, lengths, tags, buffers)[0]
 

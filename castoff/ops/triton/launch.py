@@ -4,30 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 Backend = Literal["cuda", "hip"]
 # Threads that run in step.
 _WARP_THREADS: Mapping[Backend, int] = {"cuda": 32, "hip": 64}
-
-
-class PoolShape(Protocol):
-    """The pool of a rank: R requests of N sets of W ways, G ring rows and X_max staging rows each."""
-
-    @property
-    def requests(self) -> int: ...
-    @property
-    def sets(self) -> int: ...
-    @property
-    def ways(self) -> int: ...
-    @property
-    def ring_tokens(self) -> int: ...
-    @property
-    def staging_rows(self) -> int: ...
-    @property
-    def policy(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from castoff.ops.triton.launch import Launch, PoolShape, power_of_two
+from castoff.ops.offload_plan import PoolSizes
+from castoff.ops.triton.launch import Launch, power_of_two
 from castoff.ops.triton.sets import (
     DUPLICATE,
     MAX_POSITIONS,
@@ -36,8 +37,8 @@ from castoff.ops.triton.sets import (
     count_bits,
     distinct_in_set,
     fill,
-    find_way,
-    list_miss,
+    list_misses,
+    look_up,
     rank_misses,
     store_stats,
 )
@@ -60,29 +61,23 @@ def _look_up(
     window_X = tl.full((BLOCK,), 0, tl.int32)
     for start in range(0, POSITIONS, BLOCK):
         place_X = start + tl.arange(0, BLOCK)
-        inside_X = place_X < POSITIONS
-        query_X = place_X // TOPK
-        id_X = tl.load(topk_ptr + place_X, mask=inside_X, other=NONE)
-        stored_X = tl.load(slot_mapping_ptr + query_X, mask=inside_X, other=NONE)
-        valid_X = (stored_X >= 0) & (id_X >= 0) & (id_X <= length - QUERIES + query_X)
-        own_X = valid_X & (id_X >= now)
-        asked_X = valid_X & (id_X < now)
+        id_X, own_X, asked_X, way_X = look_up(
+            topk_ptr, slot_mapping_ptr, length, now, tags_ptr, pool_row, place_X, QUERIES, TOPK, SETS, WAYS, WAYS_POW2
+        )
         set_X = id_X % SETS
-        way_X = find_way(tags_ptr, pool_row, id_X, asked_X, SETS, WAYS, WAYS_POW2)
         hit_X = asked_X & (way_X < WAYS)
         found_X = pool_row + set_X * WAYS + way_X
         row_X = tl.where(hit_X, found_X, tl.where(own_X, ring_row + id_X % RING, NONE))
-        tl.store(rows_ptr + place_X, row_X, mask=inside_X)
+        tl.store(rows_ptr + place_X, row_X, mask=place_X < POSITIONS)
         tl.store(used_ptr + found_X, now, mask=hit_X)
         bit_X = tl.full((BLOCK,), 1, tl.int32) << (way_X & 31)
         tl.atomic_or(hit_ways_ptr + set_X, bit_X, mask=hit_X, sem="relaxed")
         if POLICY == "clock":
             tl.atomic_or(marks_ptr + set_X, bit_X, mask=hit_X, sem="relaxed")
         miss_X = asked_X & (way_X >= WAYS)
-        index_X = misses + tl.cumsum(miss_X.to(tl.int32), axis=0) - 1
-        tl.store(miss_places_ptr + index_X, place_X, mask=miss_X)
-        list_miss(miss_ids_ptr, states_ptr, heads_ptr, index_X, id_X, miss_X, SETS, SPAN)
-        misses += tl.sum(miss_X.to(tl.int32))
+        misses = list_misses(
+            misses, miss_ids_ptr, miss_places_ptr, states_ptr, heads_ptr, place_X, id_X, miss_X, SETS, SPAN
+        )
         hits_X += hit_X.to(tl.int32)
         window_X += own_X.to(tl.int32)
     return tl.sum(hits_X), tl.sum(window_X), misses
@@ -261,7 +256,7 @@ def plan_direct_launch(
     topk_TK: torch.Tensor, slot_mapping_T: torch.Tensor, seq_lens_B: torch.Tensor, committed_B: torch.Tensor,
     request_slots_B: torch.Tensor, ring_first_B: torch.Tensor,
     tags_RNW: torch.Tensor, used_RNW: torch.Tensor, hands_RN: torch.Tensor, marks_RN: torch.Tensor,
-    sizes: PoolShape,
+    sizes: PoolSizes,
 ) -> tuple[Launch, tuple[torch.Tensor, ...]]:  # fmt: skip
     """The launch of `plan_direct`, and the tensors that it will write."""
     batch, (tokens, topk) = request_slots_B.shape[0], topk_TK.shape
@@ -296,7 +291,7 @@ def plan_direct(
     topk_TK: torch.Tensor, slot_mapping_T: torch.Tensor, seq_lens_B: torch.Tensor, committed_B: torch.Tensor,
     request_slots_B: torch.Tensor, ring_first_B: torch.Tensor,
     tags_RNW: torch.Tensor, used_RNW: torch.Tensor, hands_RN: torch.Tensor, marks_RN: torch.Tensor,
-    sizes: PoolShape,
+    sizes: PoolSizes,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Rows (T, K), fetch ids and rows (B, X) each, counts (B,), stats (B, 7), all int32; changes the group state.
 

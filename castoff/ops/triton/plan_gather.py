@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from castoff.ops.triton.launch import Launch, PoolShape, power_of_two
+from castoff.ops.offload_plan import PoolSizes
+from castoff.ops.triton.launch import Launch, power_of_two
 from castoff.ops.triton.sets import MAX_POSITIONS, NEVER, NONE, NUM_STATS, THREADS, fill, store_stats
 
 _NO_READ = tl.constexpr(0)
@@ -192,7 +193,7 @@ def plan_gather_kernel(
 
 def plan_gather_launch(
     topk_TK: torch.Tensor, slot_mapping_T: torch.Tensor, seq_lens_B: torch.Tensor, committed_B: torch.Tensor,
-    request_slots_B: torch.Tensor, tags_RNW: torch.Tensor, sizes: PoolShape,
+    request_slots_B: torch.Tensor, tags_RNW: torch.Tensor, sizes: PoolSizes,
 ) -> tuple[Launch, tuple[torch.Tensor, ...]]:  # fmt: skip
     """The launch of `plan_gather`, and the tensors that it will write."""
     batch, (tokens, topk) = request_slots_B.shape[0], topk_TK.shape
@@ -220,7 +221,7 @@ def plan_gather_launch(
 
 def plan_gather(
     topk_TK: torch.Tensor, slot_mapping_T: torch.Tensor, seq_lens_B: torch.Tensor, committed_B: torch.Tensor,
-    request_slots_B: torch.Tensor, tags_RNW: torch.Tensor, sizes: PoolShape,
+    request_slots_B: torch.Tensor, tags_RNW: torch.Tensor, sizes: PoolSizes,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Rows (T, K), fetch ids and rows (B, X) each, counts (B,), stats (B, 7), all int32; changes `tags`."""
     launch, outputs = plan_gather_launch(

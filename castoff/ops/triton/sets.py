@@ -49,19 +49,39 @@ def find_way(tags_ptr, pool_row, id_X, asked_X, SETS: tl.constexpr, WAYS: tl.con
 
 
 @triton.jit
+def look_up(
+    topk_ptr, slot_mapping_ptr, length, now, tags_ptr, pool_row, place_X,
+    QUERIES: tl.constexpr, TOPK: tl.constexpr, SETS: tl.constexpr, WAYS: tl.constexpr, WAYS_POW2: tl.constexpr,
+):  # fmt: skip
+    """Of the ids at some places of a request: the ids, which are this step's own, which are committed, and the ways of
+    those, as `find_way` gives them. An id that no query may see is neither."""
+    inside_X = place_X < QUERIES * TOPK
+    query_X = place_X // TOPK
+    id_X = tl.load(topk_ptr + place_X, mask=inside_X, other=NONE)
+    stored_X = tl.load(slot_mapping_ptr + query_X, mask=inside_X, other=NONE)
+    valid_X = (stored_X >= 0) & (id_X >= 0) & (id_X <= length - QUERIES + query_X)
+    asked_X = valid_X & (id_X < now)
+    way_X = find_way(tags_ptr, pool_row, id_X, asked_X, SETS, WAYS, WAYS_POW2)
+    return id_X, valid_X & (id_X >= now), asked_X, way_X
+
+
+@triton.jit
 def _head(turn, miss_X, SPAN: tl.constexpr):
     """(turn, miss) as one number: lower in later turns, then for lower misses."""
     return (SPAN - 1 - turn) * SPAN + miss_X
 
 
 @triton.jit
-def list_miss(
-    ids_ptr, states_ptr, heads_ptr, index_X, id_X, miss_X, SETS: tl.constexpr, SPAN: tl.constexpr
-):  # fmt: skip
-    """Enter misses at their places of the list, without a rank, and into turn 0 of their sets."""
+def list_misses(
+    misses, ids_ptr, places_ptr, states_ptr, heads_ptr, place_X, id_X, miss_X, SETS: tl.constexpr, SPAN: tl.constexpr
+):
+    """Append misses to a list of so many, without a rank, and to turn 0 of their sets; returns the list's length."""
+    index_X = misses + tl.cumsum(miss_X.to(tl.int32), axis=0) - 1
     tl.store(ids_ptr + index_X, id_X, mask=miss_X)
+    tl.store(places_ptr + index_X, place_X, mask=miss_X)
     tl.store(states_ptr + index_X, NONE, mask=miss_X)
     tl.atomic_min(heads_ptr + id_X % SETS, _head(0, index_X, SPAN), mask=miss_X, sem="relaxed")
+    return misses + tl.sum(miss_X.to(tl.int32))
 
 
 @triton.jit

@@ -5,36 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from castoff.ops.offload_plan import PoolSizes
 
 NUM_STATS = 7
 HITS, UNIQUE_HITS, UNIQUE_MISSES, REPEATED_MISSES, WINDOW_READS, PROMOTED, OVERFLOWS = range(NUM_STATS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """A pool: R requests of N sets of W ways, G ring rows and X_max staging rows each."""
-
-    requests: int
-    sets: int
-    ways: int
-    ring_tokens: int = 8
-    staging_rows: int = 0
-    policy: str = "fifo"
-
-    @property
-    def pool_tokens(self) -> int:
-        return self.sets * self.ways
-
-    @property
-    def pool_rows(self) -> int:
-        return self.requests * self.pool_tokens
-
-    @property
-    def layer_rows(self) -> int:
-        return self.requests * (self.pool_tokens + self.ring_tokens)
+def sizes_of(
+    *, requests: int, sets: int, ways: int, ring_tokens: int = 8, staging_rows: int = 0, policy: Any = "fifo"
+) -> PoolSizes:
+    """A pool, with rings of eight rows and without staging unless told."""
+    return PoolSizes(requests, sets, ways, ring_tokens, staging_rows, policy)
 
 
 @dataclass(slots=True)
@@ -47,7 +33,7 @@ class State:
     marks: Tensor
 
     @classmethod
-    def empty(cls, sizes: Sizes, device: str = "cpu") -> State:
+    def empty(cls, sizes: PoolSizes, device: str = "cpu") -> State:
         ways, sets = (sizes.requests, sizes.sets, sizes.ways), (sizes.requests, sizes.sets)
         free = [torch.full(ways, -1, dtype=torch.int32, device=device) for _ in range(2)]
         return cls(*free, *(torch.zeros(sets, dtype=torch.int32, device=device) for _ in range(2)))
@@ -90,7 +76,7 @@ class Decode:
     """Requests that decode step after step, selecting what they selected before, other ids, and holes between."""
 
     rng: Random
-    sizes: Sizes
+    sizes: PoolSizes
     batch: int
     queries: int
     topk: int
@@ -149,7 +135,7 @@ def _outputs(step: Step, lists: int) -> tuple[Tensor, ...]:
     return torch.full_like(step.topk, -1), *empty, counts, torch.zeros(batch, NUM_STATS, dtype=torch.int32)
 
 
-def plan_direct(step: Step, state: State, sizes: Sizes) -> tuple[Tensor, ...]:
+def plan_direct(step: Step, state: State, sizes: PoolSizes) -> tuple[Tensor, ...]:
     """Rows, fetch ids, fetch rows, counts and stats; changes `state`."""
     rows, fetch_ids, fetch_rows, counts, stats = _outputs(step, 2)
     for b, slot in enumerate(step.request_slots.tolist()):
@@ -201,7 +187,7 @@ def _write_list(request: int, lists: tuple[Tensor, ...], entries: list[tuple[int
 class _Sets:
     """The sets of one request as Python lists, until they are stored."""
 
-    def __init__(self, state: State, sizes: Sizes, slot: int, now: int) -> None:
+    def __init__(self, state: State, sizes: PoolSizes, slot: int, now: int) -> None:
         self._state, self._sizes, self._slot, self._now = state, sizes, slot, now
         self._tags, self._used, self._hands = (x[slot].tolist() for x in (state.tags, state.used, state.hands))
         self._marks = [mark & 0xFFFFFFFF for mark in state.marks[slot].tolist()]
@@ -251,7 +237,7 @@ class _Sets:
             tensor[self._slot] = torch.tensor(values, dtype=torch.int32)
 
 
-def plan_serve(step: Step, state: State, sizes: Sizes) -> tuple[Tensor, ...]:
+def plan_serve(step: Step, state: State, sizes: PoolSizes) -> tuple[Tensor, ...]:
     """Sources, install ids, install rows, install from, counts and stats; changes nothing."""
     sources, install_ids, install_rows, install_from, counts, stats = _outputs(step, 3)
     for b, slot in enumerate(step.request_slots.tolist()):
@@ -284,7 +270,7 @@ def plan_serve(step: Step, state: State, sizes: Sizes) -> tuple[Tensor, ...]:
 
 
 def install_metadata(
-    install_ids: Tensor, install_rows: Tensor, counts: Tensor, request_slots: Tensor, state: State, sizes: Sizes
+    install_ids: Tensor, install_rows: Tensor, counts: Tensor, request_slots: Tensor, state: State, sizes: PoolSizes
 ) -> None:
     """Change tags and hands of `state` as the listed installs do."""
     for b, slot in enumerate(request_slots.tolist()):
@@ -295,7 +281,7 @@ def install_metadata(
                 state.tags.view(-1)[row] = install_ids[b, j]
 
 
-def plan_gather(step: Step, tags: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+def plan_gather(step: Step, tags: Tensor, sizes: PoolSizes) -> tuple[Tensor, ...]:
     """Rows, fetch ids, fetch rows, counts and stats; changes `tags`, of which set s is the buffer of query s."""
     rows, fetch_ids, fetch_rows, counts, stats = _outputs(step, 2)
     for b, slot in enumerate(step.request_slots.tolist()):

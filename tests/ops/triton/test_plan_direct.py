@@ -5,16 +5,17 @@ from random import Random
 import pytest
 import torch
 
+from castoff.ops.offload_plan import PoolSizes
 from castoff.ops.triton.plan_direct import plan_direct
 from tests.ops.triton import plans
-from tests.ops.triton.plans import Decode, Sizes, State, Step, assert_equal
+from tests.ops.triton.plans import Decode, State, Step, assert_equal, sizes_of
 
 OUTPUTS = "rows fetch_ids fetch_rows counts stats"
 STATE = "tags used hands marks"
 POLICIES = ("fifo", "lru", "clock")
 
 
-def launch(step: Step, state: State, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+def launch(step: Step, state: State, sizes: PoolSizes) -> tuple[torch.Tensor, ...]:
     return plan_direct(
         step.topk, step.slot_mapping, step.seq_lens, step.committed, step.request_slots, step.ring_first,
         *state.tensors(), sizes,
@@ -43,7 +44,7 @@ SHAPES = ((5, 2, 4, 12), (3, 5, 2, 16), (8, 1, 3, 10), (4, 16, 1, 40), (1, 32, 2
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_plan_is_the_sequential_one(shape: tuple[int, int, int, int], policy: str, device: str) -> None:
     sets, ways, queries, topk = shape
-    sizes = Sizes(requests=3, sets=sets, ways=ways, staging_rows=queries * topk, policy=policy)
+    sizes = sizes_of(requests=3, sets=sets, ways=ways, staging_rows=queries * topk, policy=policy)
     check(Decode(rng=Random(f"{shape}{policy}"), sizes=sizes, batch=2, queries=queries, topk=topk), 4, device)
 
 
@@ -51,7 +52,7 @@ def test_plan_is_the_sequential_one(shape: tuple[int, int, int, int], policy: st
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_counter_counts(policy: str, device: str) -> None:
     """A pool smaller than a selection: hits, repeats, overflow and promotion all occur."""
-    sizes = Sizes(requests=2, sets=4, ways=4, staging_rows=60, policy=policy)
+    sizes = sizes_of(requests=2, sets=4, ways=4, staging_rows=60, policy=policy)
     seen = check(Decode(rng=Random(5), sizes=sizes, batch=1, queries=3, topk=20), 5, device)
     assert (seen > 0).all(), seen
 
@@ -59,7 +60,7 @@ def test_every_counter_counts(policy: str, device: str) -> None:
 @pytest.mark.numerics
 def test_positions_of_several_blocks(device: str) -> None:
     """More positions than are looked up at once, and more misses than are ranked at once."""
-    sizes = Sizes(requests=1, sets=300, ways=8, ring_tokens=16, staging_rows=2400, policy="clock")
+    sizes = sizes_of(requests=1, sets=300, ways=8, ring_tokens=16, staging_rows=2400, policy="clock")
     decode = Decode(rng=Random(0), sizes=sizes, batch=1, queries=2, topk=1200, longest=4000)
     check(decode, 2, device)
 
@@ -67,7 +68,7 @@ def test_positions_of_several_blocks(device: str) -> None:
 @pytest.mark.numerics
 def test_bit_31_is_a_mark(device: str) -> None:
     """All 32 ways hit: the marks are -1, and the next plan clears them on a lap."""
-    sizes = Sizes(requests=1, sets=1, ways=32, staging_rows=32, policy="clock")
+    sizes = sizes_of(requests=1, sets=1, ways=32, staging_rows=32, policy="clock")
     state = State.empty(sizes, device)
     first = torch.arange(32, dtype=torch.int32)[None]
     for committed, ids in ((40, first), (41, first), (42, first + 100)):
@@ -85,7 +86,7 @@ def test_bit_31_is_a_mark(device: str) -> None:
 @pytest.mark.numerics
 def test_padding_changes_nothing(device: str) -> None:
     """A call of padding rows and padding tokens alone has empty results and leaves the state as it is."""
-    sizes = Sizes(requests=2, sets=3, ways=2, staging_rows=8)
+    sizes = sizes_of(requests=2, sets=3, ways=2, staging_rows=8)
     state = State.empty(sizes, device)
     before = [tensor.clone() for tensor in state.tensors()]
     step = Step(
@@ -105,7 +106,7 @@ def test_padding_changes_nothing(device: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("queries", [1, 4])
 def test_real_sizes(queries: int, policy: str, device: str) -> None:
-    sizes = Sizes(requests=12, sets=512, ways=16, ring_tokens=64, staging_rows=queries * 2048, policy=policy)
+    sizes = sizes_of(requests=12, sets=512, ways=16, ring_tokens=64, staging_rows=queries * 2048, policy=policy)
     decode = Decode(rng=Random(queries), sizes=sizes, batch=8, queries=queries, topk=2048, longest=60_000)
     check(decode, 4, device)
 
@@ -114,7 +115,7 @@ def test_real_sizes(queries: int, policy: str, device: str) -> None:
 @pytest.mark.numerics
 def test_replay_of_a_graph() -> None:
     """A captured plan, replayed on other inputs, is the plan of those."""
-    sizes = Sizes(requests=6, sets=64, ways=16, ring_tokens=16, staging_rows=512, policy="clock")
+    sizes = sizes_of(requests=6, sets=64, ways=16, ring_tokens=16, staging_rows=512, policy="clock")
     decode = Decode(rng=Random(3), sizes=sizes, batch=4, queries=2, topk=256, longest=4000)
     steps = list(decode.steps(5))
     launch(steps[0].to("cuda"), State.empty(sizes, "cuda"), sizes)

@@ -10,7 +10,7 @@ import torch
 from castoff.ops.triton.plan_gather import plan_gather
 from tests.ops.triton import plans
 from tests.ops.triton.conftest import INTERPRETED
-from tests.ops.triton.plans import Decode, Sizes, assert_equal
+from tests.ops.triton.plans import Decode, assert_equal, sizes_of
 
 OUTPUTS = "rows fetch_ids fetch_rows counts stats"
 
@@ -40,13 +40,13 @@ def check(decode: Decode, steps: int, device: str) -> torch.Tensor:
 )
 def test_plan_is_the_sequential_one(buffers: int, columns: int, queries: int, topk: int, device: str) -> None:
     """Buffers for more queries and more columns than this call has, among them."""
-    sizes = Sizes(requests=3, sets=buffers, ways=columns, policy="previous")
+    sizes = sizes_of(requests=3, sets=buffers, ways=columns, policy="previous")
     check(Decode(rng=Random(f"{buffers}x{columns}"), sizes=sizes, batch=2, queries=queries, topk=topk), 4, device)
 
 
 @pytest.mark.numerics
 def test_every_counter_counts(device: str) -> None:
-    sizes = Sizes(requests=2, sets=3, ways=20, policy="previous")
+    sizes = sizes_of(requests=2, sets=3, ways=20, policy="previous")
     seen = check(Decode(rng=Random(5), sizes=sizes, batch=2, queries=3, topk=20), 5, device)
     assert seen.bool().tolist() == [True, True, True, True, True, False, False]
 
@@ -54,7 +54,7 @@ def test_every_counter_counts(device: str) -> None:
 @pytest.mark.numerics
 def test_buffers_of_several_blocks(device: str) -> None:
     """More columns than are looked up at once."""
-    sizes = Sizes(requests=1, sets=2, ways=1300, policy="previous")
+    sizes = sizes_of(requests=1, sets=2, ways=1300, policy="previous")
     check(Decode(rng=Random(0), sizes=sizes, batch=1, queries=2, topk=1200, longest=3000), 3, device)
 
 
@@ -73,7 +73,7 @@ def test_order_of_atomics_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         return TensorHandle(before.data[order.argsort()].reshape(ptr.data.shape), before.dtype)
 
     monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", in_any_order)
-    sizes = Sizes(requests=2, sets=3, ways=40, policy="previous")
+    sizes = sizes_of(requests=2, sets=3, ways=40, policy="previous")
     check(Decode(rng=Random(2), sizes=sizes, batch=2, queries=3, topk=40, longest=90), 4, "cpu")
 
 
@@ -81,6 +81,6 @@ def test_order_of_atomics_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.numerics
 @pytest.mark.parametrize("queries", [1, 4])
 def test_real_sizes(queries: int, device: str) -> None:
-    sizes = Sizes(requests=6, sets=4, ways=2048, ring_tokens=64, policy="previous")
+    sizes = sizes_of(requests=6, sets=4, ways=2048, ring_tokens=64, policy="previous")
     decode = Decode(rng=Random(queries), sizes=sizes, batch=4, queries=queries, topk=2048, longest=60_000)
     check(decode, 4, device)

@@ -5,14 +5,15 @@ from random import Random
 import pytest
 import torch
 
+from castoff.ops.offload_plan import PoolSizes
 from castoff.ops.triton.plan_serve import install_metadata, plan_serve
 from tests.ops.triton import plans
-from tests.ops.triton.plans import Decode, Sizes, State, Step, assert_equal
+from tests.ops.triton.plans import Decode, State, Step, assert_equal, sizes_of
 
 OUTPUTS = "sources install_ids install_rows install_from counts stats"
 
 
-def launch(step: Step, state: State, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+def launch(step: Step, state: State, sizes: PoolSizes) -> tuple[torch.Tensor, ...]:
     return plan_serve(
         step.topk, step.slot_mapping, step.seq_lens, step.committed, step.request_slots, state.tags, state.hands, sizes
     )
@@ -40,13 +41,13 @@ def check(decode: Decode, steps: int, device: str) -> tuple[torch.Tensor, bool]:
     ("sets", "ways", "queries", "topk"), [(5, 2, 4, 12), (3, 5, 2, 16), (8, 1, 3, 10), (2, 32, 1, 40), (6, 16, 4, 30)]
 )
 def test_plan_is_the_sequential_one(sets: int, ways: int, queries: int, topk: int, device: str) -> None:
-    sizes = Sizes(requests=3, sets=sets, ways=ways)
+    sizes = sizes_of(requests=3, sets=sets, ways=ways)
     check(Decode(rng=Random(f"{sets}x{ways}"), sizes=sizes, batch=2, queries=queries, topk=topk), 4, device)
 
 
 @pytest.mark.numerics
 def test_every_counter_counts_and_installs_wrap_round(device: str) -> None:
-    sizes = Sizes(requests=2, sets=4, ways=2)
+    sizes = sizes_of(requests=2, sets=4, ways=2)
     seen, overwrote = check(Decode(rng=Random(5), sizes=sizes, batch=2, queries=3, topk=20), 4, device)
     assert seen.bool().tolist() == [True, True, True, True, True, False, False]
     assert overwrote
@@ -54,7 +55,7 @@ def test_every_counter_counts_and_installs_wrap_round(device: str) -> None:
 
 @pytest.mark.numerics
 def test_a_plan_changes_nothing(device: str) -> None:
-    sizes = Sizes(requests=2, sets=3, ways=2)
+    sizes = sizes_of(requests=2, sets=3, ways=2)
     state = State.empty(sizes, device)
     before = [tensor.clone() for tensor in state.tensors()]
     for step in Decode(rng=Random(1), sizes=sizes, batch=2, queries=2, topk=8).steps(2):
@@ -66,6 +67,6 @@ def test_a_plan_changes_nothing(device: str) -> None:
 @pytest.mark.numerics
 @pytest.mark.parametrize("queries", [1, 4])
 def test_real_sizes(queries: int, device: str) -> None:
-    sizes = Sizes(requests=12, sets=512, ways=16, ring_tokens=64)
+    sizes = sizes_of(requests=12, sets=512, ways=16, ring_tokens=64)
     decode = Decode(rng=Random(queries), sizes=sizes, batch=8, queries=queries, topk=2048, longest=60_000)
     check(decode, 4, device)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from castoff.ops.offload_plan import PoolSizes
 from castoff.ops.triton.launch import Launch
 from castoff.ops.triton.plan_direct import plan_direct_launch
 from castoff.ops.triton.plan_gather import plan_gather_launch
 from castoff.ops.triton.plan_serve import install_metadata_launch, plan_serve_launch
 from tests.ops.triton import races
 from tests.ops.triton.conftest import INTERPRETED
-from tests.ops.triton.plans import Decode, Sizes, State, Step
+from tests.ops.triton.plans import Decode, State, Step, sizes_of
 
 pytestmark = [
     pytest.mark.numerics,
@@ -23,13 +24,13 @@ pytestmark = [
 ]
 
 
-def decode(sizes: Sizes, topk: int = 12, queries: int = 3) -> Decode:
+def decode(sizes: PoolSizes, topk: int = 12, queries: int = 3) -> Decode:
     return Decode(rng=Random(11), sizes=sizes, batch=2, queries=queries, topk=topk)
 
 
 @pytest.mark.parametrize("policy", ["lru", "clock"])
 def test_plan_direct(policy: str) -> None:
-    sizes = Sizes(requests=3, sets=3, ways=3, staging_rows=36, policy=policy)
+    sizes = sizes_of(requests=3, sets=3, ways=3, staging_rows=36, policy=policy)
     state = State.empty(sizes)
     for step in decode(sizes).steps(3):
         launch, _ = plan_direct_launch(
@@ -41,7 +42,7 @@ def test_plan_direct(policy: str) -> None:
 
 def test_plan_direct_of_several_blocks() -> None:
     """More positions and misses than a block has."""
-    sizes = Sizes(requests=1, sets=200, ways=4, ring_tokens=16, staging_rows=1200, policy="clock")
+    sizes = sizes_of(requests=1, sets=200, ways=4, ring_tokens=16, staging_rows=1200, policy="clock")
     state = State.empty(sizes)
     generator = torch.Generator().manual_seed(0)
     for committed in (3000, 3001):
@@ -59,7 +60,7 @@ def test_plan_direct_of_several_blocks() -> None:
 
 
 def test_plan_serve_and_its_metadata() -> None:
-    sizes = Sizes(requests=3, sets=3, ways=3)
+    sizes = sizes_of(requests=3, sets=3, ways=3)
     state = State.empty(sizes)
     for step in decode(sizes).steps(3):
         launch, outputs = plan_serve_launch(
@@ -74,7 +75,7 @@ def test_plan_serve_and_its_metadata() -> None:
 
 
 def test_plan_gather() -> None:
-    sizes = Sizes(requests=3, sets=3, ways=16, policy="previous")
+    sizes = sizes_of(requests=3, sets=3, ways=16, policy="previous")
     tags = torch.full((3, 3, 16), -1, dtype=torch.int32)
     for step in decode(sizes).steps(3):
         launch, _ = plan_gather_launch(
@@ -85,7 +86,7 @@ def test_plan_gather() -> None:
 
 def test_a_plan_without_barriers_races(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself sees what a missing barrier does."""
-    sizes = Sizes(requests=3, sets=3, ways=3, staging_rows=36)
+    sizes = sizes_of(requests=3, sets=3, ways=3, staging_rows=36)
     step = next(decode(sizes).steps(1))
     launch, _ = plan_direct_launch(
         step.topk, step.slot_mapping, step.seq_lens, step.committed, step.request_slots, step.ring_first,

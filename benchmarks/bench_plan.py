@@ -1,6 +1,6 @@
 """How fast mode direct plans on one core, beside a plain C loop that does the same work on the same data.
 
-    python benchmarks/plan.py --runs 7
+    python benchmarks/bench_plan.py --runs 7
 
 Every row is a policy with 1 or 4 queries per step: a pool of 8,192 rows in sets of 16, top-k 2,048 of a context of 64K
 tokens. Prints ids per second, and appends rows to benchmarks/plan.csv. The C loop is compiled with `cc` first; the
@@ -10,16 +10,13 @@ plans of both must be equal. Run it on an idle machine; everything is pinned to 
 from __future__ import annotations
 
 import argparse
-import csv
 import ctypes
-import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -28,6 +25,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+from rows import append_rows, machine, one_core
 
 import castoff
 from castoff.policy.arrays import HITS, STAGED, STATS, UNIQUE_HITS, FetchPlan, Longs, PoolState, Selection
@@ -191,41 +189,6 @@ def measure(policy: PoolPolicy, calls: Sequence[Call], loop: Any, runs: int) -> 
     }
 
 
-@contextmanager
-def one_core() -> Iterator[None]:
-    """Pin this process to one core where the system can."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(allowed)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def machine() -> str:
-    """Processor and number of cores."""
-    model = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        lines = information.read_text(errors="replace").splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        model = names[0] if names else model
-    return f"{model}, {os.cpu_count()} cores, one used"
-
-
-def append_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    """Add rows to a CSV file, which gets its header when it is new."""
-    is_new = not path.exists() or path.stat().st_size == 0
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every policy with 1 and with 4 queries, print it, append it to the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -238,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--runs must be at least 1")
     common = {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
+        "machine": f"{machine()}, one used",
         "python": platform.python_version(),
         "numpy": version("numpy"),
         "numba": version("numba"),
@@ -257,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"{row['ratio']} times C's time, hit rate {row['hit_rate']}",
                     flush=True,
                 )
-    append_rows(arguments.output, rows)
+    append_rows(arguments.output, COLUMNS, rows)
     return 0
 
 
