@@ -13,8 +13,8 @@ from cyclopts import App, ArgumentCollection, Token
 from cyclopts.argument import Argument
 
 from castoff.errors import CastoffError
+from castoff.spec.checks import check_value, plain_types
 from castoff.spec.offload import flags_without_use
-from castoff.spec.scenario import check_value, plain_types
 from castoff.spec.toml_file import Table, shown
 from castoff.spec.yaml_file import read_yaml
 

@@ -30,6 +30,11 @@ def maximum(a: Dim, b: Dim) -> Dim:
     return max(a, b)
 
 
+def some(amount: Dim) -> bool:
+    """Whether there is anything of a dim; an array may hold some."""
+    return isinstance(amount, np.ndarray) or amount != 0
+
+
 def ceil_div(a: Dim, b: Dim) -> Dim:
     """a / b rounded up."""
     return -(-a // b)

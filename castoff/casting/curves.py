@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
-from castoff.dims import Dim
+from castoff.dims import Dim, some
 from castoff.ops.work import Part, Work
 from castoff.spec.backend import Curve
 from castoff.spec.device import Device
@@ -36,20 +34,16 @@ def _roofline(parts: Sequence[Part], curve: Curve, device: Device) -> Terms:
     vector: Dim = 0.0
     memory: Dim = 0.0
     for part in parts:
-        if _some(part.matrix_flops):
+        if some(part.matrix_flops):
             rate = device.matrix_flops_per_s[part.matrix_dtype] * curve.compute_efficiency
             compute = compute + part.matrix_flops / rate
-        if _some(part.vector_flops):
+        if some(part.vector_flops):
             vector = vector + part.vector_flops / vector_rate
-        if _some(part.bytes):
+        if some(part.bytes):
             memory = memory + part.bytes / (bandwidth * curve.memory_efficiency)
-        if _some(part.gather_bytes):
+        if some(part.gather_bytes):
             memory = memory + part.gather_bytes / (bandwidth * curve.gather_efficiency)
     return compute, vector, memory
-
-
-def _some(amount: Dim) -> bool:
-    return isinstance(amount, np.ndarray) or amount != 0
 
 
 _KINDS: Mapping[str, Callable[[Sequence[Part], Curve, Device], Terms]] = {"roofline": _roofline}

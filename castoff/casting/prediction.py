@@ -17,9 +17,10 @@ from castoff.model.setup import Setup, resolve_setup
 from castoff.ops.lengths import Lengths
 from castoff.ops.program import Program
 from castoff.spec.backend import Backend, Origin, load_backend, weakest
+from castoff.spec.checks import MOST
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
-from castoff.spec.scenario import MOST, Compilation, Mode, RequestClass, Scenario, deal_to_rank, request_classes
+from castoff.spec.scenario import Compilation, Mode, RequestClass, Scenario, deal_to_rank, request_classes
 
 GIB = 2**30
 MOST_RESERVED_GIB = 2**20

@@ -10,14 +10,16 @@ import numpy as np
 
 from castoff.casting.collective import collective_s
 from castoff.casting.curves import work_terms
-from castoff.dims import Array, Dim, maximum
+from castoff.dims import Array, Dim, maximum, some, where
 from castoff.ops.program import Block, OpCall, Program
+from castoff.ops.work import Work
 from castoff.spec.backend import Backend, Origin, weakest
 from castoff.spec.device import Device
 
-Bound = Literal["compute", "vector", "memory", "communication", "launch"]
+Bound = Literal["compute", "vector", "memory", "communication", "host_link", "launch"]
 BOUNDS: tuple[Bound, ...] = get_args(Bound)
-CORES, LINKS = "cores", "links"
+# The host link is one for each direction.
+CORES, LINKS, HOST_READS, HOST_WRITES = UNITS = ("cores", "links", "host_reads", "host_writes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """What turns work into time."""
+    """What turns work into time. num_devices: of the deployment, which share the links to their hosts' memory."""
 
     device: Device
     backend: Backend
     measured: Measured | None = None
+    num_devices: int = 1
 
 
 def shapes_text(call: OpCall) -> str:
@@ -100,6 +103,7 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     pure_collective = not work.parts
     curve = None if pure_collective else backend.curve(call.family)
     terms = (0.0, 0.0, 0.0) if curve is None else work_terms(work, curve, pricing.device)
+    host_link = host_link_s(work, pricing)
     communication: Dim = 0.0
     for collective in work.collectives:
         communication = communication + collective_s(collective, pricing.device, backend.collectives.link_efficiency)
@@ -107,15 +111,50 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     origins = [] if curve is None else [curve.origin]
     if work.collectives:
         origins.append(backend.collectives.origin)
-    every = (*terms, communication, launch)
-    units = (LINKS,) if pure_collective else (CORES, LINKS) if work.collectives else (CORES,)
+    if some(host_link):
+        origins.append(_LINK_ORIGINS[pricing.device.host_link.origin])
+    every = (*terms, communication, host_link, launch)
+    units = _units(work)
     if pricing.measured is not None:
         known = pricing.measured.seconds.get(call_key(call))
         if known is not None:
             return Price(known, every, "measured", units)
-    longest = maximum(maximum(terms[0], terms[1]), maximum(terms[2], communication))
+    longest = maximum(maximum(maximum(terms[0], terms[1]), maximum(terms[2], communication)), host_link)
     return Price(launch + longest, every, weakest(origins), units)
 
+
+def host_link_s(work: Work, pricing: Pricing) -> Dim:
+    """Seconds on the link to host memory, in whichever direction takes longer.
+
+    The devices of a deployment all use their links at once. Separate rows come at a share of the rate of large copies.
+    """
+    link = pricing.device.host_link
+    sharers = min(link.devices_per_link, pricing.num_devices)
+    reads: Dim = 0.0
+    writes: Dim = 0.0
+    for part in work.parts:
+        share = where(part.host_rows > 0, link.row_efficiency, 1.0) / sharers
+        if some(part.host_read_bytes):
+            reads = reads + part.host_read_bytes / (share * link.to_device_bytes_per_s)
+        if some(part.host_write_bytes):
+            writes = writes + part.host_write_bytes / (share * link.to_host_bytes_per_s)
+    busy = maximum(reads, writes)
+    return busy + where(busy > 0, link.latency_s, 0.0) if some(busy) else 0.0
+
+
+def _units(work: Work) -> tuple[str, ...]:
+    """What a call occupies: a copy nothing but its link."""
+    units = [CORES] if work.parts and work.holds_cores else []
+    if work.collectives:
+        units.append(LINKS)
+    if any(some(part.host_read_bytes) for part in work.parts):
+        units.append(HOST_READS)
+    if any(some(part.host_write_bytes) for part in work.parts):
+        units.append(HOST_WRITES)
+    return tuple(units)
+
+
+_LINK_ORIGINS: Mapping[str, Origin] = {"measured": "measured", "datasheet": "analytic", "assumed": "assumed"}
 
 Prices = Mapping[Block, tuple[Price, ...]]
 

@@ -17,9 +17,10 @@ from castoff.dims import Array
 from castoff.errors import CastoffError
 from castoff.model.setup import resolve_setup
 from castoff.spec.backend import Origin, load_backend, weakest
+from castoff.spec.checks import check_whole
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
-from castoff.spec.scenario import RequestClass, Scenario, check_whole, request_classes
+from castoff.spec.scenario import RequestClass, Scenario, request_classes
 from castoff.spec.toml_file import did_you_mean
 
 CONTINUOUS = ("num_queries", "query_length", "context_length")

@@ -1,7 +1,8 @@
-"""When each op runs: in-order streams, data dependencies, and the units that streams share.
+"""When each op runs: in-order streams, data dependencies, events, and the units that streams share.
 
-An op starts when its stream is free, its inputs are ready and the unit it needs is free. Two streams never compute
-at once on one device's cores, nor send at once on its links; what they gain is a computation beside a transfer.
+An op starts when its stream is free, its inputs are ready, the events that it waits for have come and the unit that it
+needs is free. Two streams never compute at once on one device's cores, nor send at once on its links; what they gain is
+a computation beside a transfer. A step ends when all of its streams have.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from castoff.casting.price import CORES, LINKS, Price, Prices
+from castoff.casting.price import UNITS, Price, Prices
 from castoff.dims import Dim, maximum
-from castoff.ops.program import MAIN, Block, BlockCall, OpCall, Program
+from castoff.ops.program import MAIN, Block, BlockCall, Event, OpCall, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,15 @@ class Run:
     """Calls of a block that follow each other on one stream and unit and wait for nothing but each other.
 
     waits: values from elsewhere that must be ready before the run starts. makes: values that something else waits
-    for, with the seconds from the start of the run to each.
+    for, with the seconds from the start of the run to each. after, signals: the same of events, by relative layers.
     """
 
     stream: str
     units: tuple[str, ...]
     waits: tuple[int, ...]
+    after: tuple[Event, ...]
     makes: tuple[tuple[int, Dim], ...]
+    signals: tuple[tuple[Event, Dim], ...]
     calls: tuple[OpCall, ...]
     seconds: tuple[Dim, ...]
     total_s: Dim
@@ -91,8 +94,9 @@ class Placed:
 def place(program: Program, prices: Prices) -> Iterator[Placed]:
     """Every run of the step at its time, in program order."""
     stream_free: dict[str, Dim] = dict.fromkeys(program.streams, 0.0)
-    unit_free: dict[str, Dim] = {CORES: 0.0, LINKS: 0.0}
+    unit_free: dict[str, Dim] = dict.fromkeys(UNITS, 0.0)
     ready: dict[int, Dim] = {}
+    came: dict[Event, Dim] = {}
     maker: dict[int, str] = {}
     runs: dict[tuple[Block, tuple[str | None, ...]], list[Run]] = {}
     for entry in program.schedule:
@@ -110,6 +114,8 @@ def place(program: Program, prices: Prices) -> Iterator[Placed]:
             start = stream_free[run.stream]
             for value in run.waits:
                 start = maximum(start, local[value])
+            for name, layer in run.after:
+                start = maximum(start, came.get((name, entry.layer + layer), 0.0))
             for unit in run.units:
                 start = maximum(start, unit_free[unit])
             end = start + run.total_s
@@ -118,6 +124,8 @@ def place(program: Program, prices: Prices) -> Iterator[Placed]:
                 unit_free[unit] = end
             for value, offset in run.makes:
                 local[value] = start + offset
+            for (name, layer), offset in run.signals:
+                came[name, entry.layer + layer] = start + offset
             yield Placed(entry, run, start, end)
         streams = _makers(block, given)
         for formal, actual in zip(block.outputs, entry.outputs, strict=True):
@@ -154,6 +162,7 @@ def block_runs(block: Block, prices: tuple[Price, ...], given: tuple[str | None,
         for index, (call, price) in enumerate(zip(block.calls, prices, strict=True))
         if index == 0
         or waits[index]
+        or call.waits
         or (call.stream, price.units) != (block.calls[index - 1].stream, prices[index - 1].units)
     ]
     wanted = {value for values in waits for value in values}
@@ -167,14 +176,18 @@ def block_runs(block: Block, prices: tuple[Price, ...], given: tuple[str | None,
 def _run(calls: Sequence[OpCall], prices: Sequence[Price], waits: tuple[int, ...], wanted: set[int]) -> Run:
     total: Dim = 0.0
     makes: list[tuple[int, Dim]] = []
+    signals: list[tuple[Event, Dim]] = []
     for call, price in zip(calls, prices, strict=True):
         total = total + price.seconds
         makes += [(tensor.value, total) for tensor in call.outputs if tensor.value in wanted]
+        signals += [(event, total) for event in call.signals]
     return Run(
         stream=calls[0].stream,
         units=prices[0].units,
         waits=waits,
+        after=calls[0].waits,
         makes=tuple(makes),
+        signals=tuple(signals),
         calls=tuple(calls),
         seconds=tuple(price.seconds for price in prices),
         total_s=total,

@@ -49,8 +49,8 @@ class WeightSource(Protocol):
 class Runner(Protocol):
     """What carries out blocks: a `Recorder`, or plain calls."""
 
-    def block(self, key: str, label: str, body: Callable[..., Body], *inputs: Tensor | None) -> Body:
-        """Run `body(*inputs)`; equal keys mean equal ops and dims."""
+    def block(self, key: str, label: str, body: Callable[..., Body], *inputs: Tensor | None, layer: int = 0) -> Body:
+        """Run `body(*inputs)`; equal keys mean equal ops and dims, on the layers that stand alike to `layer`."""
 
     def next_stage(self) -> None:
         """Blocks from here on belong to the next pipeline stage."""
@@ -59,7 +59,7 @@ class Runner(Protocol):
 class Direct:
     """Runs blocks as they come."""
 
-    def block(self, key: str, label: str, body: Callable[..., Body], *inputs: Tensor | None) -> Body:
+    def block(self, key: str, label: str, body: Callable[..., Body], *inputs: Tensor | None, layer: int = 0) -> Body:
         """Call the body."""
         return body(*inputs)
 
@@ -135,10 +135,11 @@ class Decoder:
                 return self._layer(layer, inputs, x_TD, residual_TD, given, indexer=indexer)  # noqa: B023
 
             kind = f"{indexer}/{setup.model.mlp_layer_types[layer]}/{'first' if residual_TD is None else 'next'}"
+            kind += self._caches.latent(layer).block_kind
             # A full layer has no use for the previous group's ids: their life ends with their group.
             given = selected if indexer == "shared" else Selected()
             x_TD, residual_TD, *tensors = block(
-                f"layer/{kind}", f"layer {layer}", body, x_TD, residual_TD, *given.tensors
+                f"layer/{kind}", f"layer {layer}", body, x_TD, residual_TD, *given.tensors, layer=layer
             )
             selected = Selected.of(*tensors)
             if indexer == "full":
@@ -172,7 +173,7 @@ class Decoder:
             return (*self._head(inputs, x_TD, residual_TD, weights["shared_head.norm"], last=last), *used[:2])
 
         # The lengths grow by one from call to call, so no two calls are equal.
-        outputs = self._runner.block(f"mtp/{draft}", f"mtp {draft}", body, hidden_TD, *reused.tensors)
+        outputs = self._runner.block(f"mtp/{draft}", f"mtp {draft}", body, hidden_TD, *reused.tensors, layer=layer)
         return PassOutput(*outputs)
 
     def _layer(

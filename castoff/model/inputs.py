@@ -125,6 +125,10 @@ class AttendedRows:
 class LatentCache(Protocol):
     """The latent rows of one layer during one call: written, selected, attended to, in this order."""
 
+    @property
+    def block_kind(self) -> str:
+        """What sets the layer apart from others of its kind, in the ops that follow here; "" for nothing."""
+
     def written_to(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """The cache that takes this call's rows, and the slot of each token in it (T,), negative for padding."""
 
@@ -140,6 +144,11 @@ class ResidentLatents:
     """Rows that are all on the device, (blocks, block tokens, X)."""
 
     cache: Tensor
+
+    @property
+    def block_kind(self) -> str:
+        """All layers are alike."""
+        return ""
 
     def written_to(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """The cache itself, at the slots of the tokens."""

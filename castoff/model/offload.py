@@ -10,6 +10,8 @@ stream that waits for one goes on after all that came before it. Of a layer l of
                    install: the later layers, the owner last, then the metadata
     gather         owner: plan(g); write to host, fetch(l), attention
 
+A group's labels have its owner's number.
+
 and in prefill, with two buffers in turn: the layer's earlier rows come on copy, after what was stored from the buffer;
 write the rows, and while attention reads them, store the new ones on copy.
 """
@@ -23,6 +25,7 @@ from typing import Protocol
 import lazy_loader as lazy
 
 from castoff.model.inputs import AttendedRows, OffloadInputs, Selected, StepInputs
+from castoff.model.offload_sizes import PREFILL_BUFFERS
 from castoff.ops.offload_plan import (
     PlanInputs,
     PoolSizes,
@@ -101,6 +104,11 @@ class OffloadMemory:
         """The group that a layer belongs to."""
         return next(group for group in self.groups if layer in group.layers)
 
+    @property
+    def last_of_passes(self) -> list[int]:
+        """The last layer of the main pass and, where it is offloaded, the MTP block's."""
+        return list(self.layers)[-2:]
+
 
 @dataclass(frozen=True, slots=True)
 class _Offloaded:
@@ -111,6 +119,14 @@ class _Offloaded:
     group: GroupMemory
     options: Offload
     streams: Streams
+
+    @property
+    def block_kind(self) -> str:
+        """An owner sends for as many layers as its group has; the last of a group ends it."""
+        layers = self.group.layers
+        if self.layer == layers[0]:
+            return f"/owner of {len(layers)}"
+        return "/last" if self.layer == layers[-1] else ""
 
     @property
     def rows(self) -> LayerMemory:
@@ -147,9 +163,9 @@ class _Offloaded:
         )  # fmt: skip
 
     def _wait_for_prompts(self) -> None:
-        """Rows of prompts may still be on their way to host memory."""
-        for buffer in range(PREFILL_BUFFERS):
-            self.streams.wait(("stored", buffer))
+        """Rows of prompts may still be on their way to host memory; each pass stores its last layer last."""
+        for layer in self.memory.last_of_passes:
+            self.streams.wait(("stored", layer))
 
 
 class DirectRows(_Offloaded):
@@ -166,7 +182,7 @@ class DirectRows(_Offloaded):
             self._fetch(self.layer, inputs, plan)
             if self.options.prefetches:
                 # Not before the owner's own rows, which its attention waits for.
-                self.streams.record(("owner fetched", self.group.index))
+                self.streams.record(("owner fetched", self.layer))
                 for layer in self.group.layers[1:]:
                     self._prefetch(layer, inputs, plan)
             selected = _with_rows(selected, plan)
@@ -182,7 +198,7 @@ class DirectRows(_Offloaded):
             COPY,
             ("fetched", layer),
             lambda: self._fetch(layer, inputs, plan),
-            after=("owner fetched", self.group.index),
+            after=("owner fetched", self.group.layers[0]),
         )
 
 
@@ -215,7 +231,7 @@ class ServeInstallRows(_Offloaded):
         """The owner plans; every layer serves."""
         if chosen_here:
             self._wait_for_prompts()
-            self.streams.wait(("group installed", self.group.index))
+            self.streams.wait(("group installed", self.layer))
             plan = plan_serve(selected.topk_TK, self._plan_inputs(inputs), self.group.state, self.memory.sizes)
             self._count(plan.figures_BC)
             sources_TK = plan.sources_TK
@@ -239,7 +255,7 @@ class ServeInstallRows(_Offloaded):
         if self.layer == last:
             self._install(owner, plan)
             self._submit(
-                ("group installed", self.group.index),
+                ("group installed", owner),
                 lambda: install_metadata(slots_B, plan, self.group.state, self.memory.sizes),
                 after=("served", last),
             )
@@ -257,7 +273,6 @@ class ServeInstallRows(_Offloaded):
 
 
 MODES = {"direct": DirectRows, "gather": GatherRows, "serve_install": ServeInstallRows}
-PREFILL_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,23 +288,28 @@ class PrefillRows:
     is_first: bool
     following: int | None
 
+    @property
+    def block_kind(self) -> str:
+        """A pass begins with a load of its own, and its last layer sends for nothing."""
+        return "/first" if self.is_first else "/last" if self.following is None else ""
+
     def written_to(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """The buffer, with the rows of earlier chunks in it."""
         own = _of(inputs)
         if self.is_first:
             self._load(self.layer, own)
-        self.streams.wait(("loaded", _buffer(self.layer)))
+        self.streams.wait(("loaded", self.layer))
         if self.following is not None:
             self._load(self.following, own)
         return self.memory.prompts[_buffer(self.layer)], own.own_rows_T
 
     def select(self, inputs: StepInputs, selected: Selected, *, chosen_here: bool) -> tuple[AttendedRows, Selected]:
         """Attention reads the buffer, while the new rows go to host memory."""
-        own, index = _of(inputs), _buffer(self.layer)
-        buffer, host = self.memory.prompts[index], self.memory.layers[self.layer].host
-        self.streams.record(("written", index))
+        own = _of(inputs)
+        buffer, host = self.memory.prompts[_buffer(self.layer)], self.memory.layers[self.layer].host
+        self.streams.record(("written", self.layer))
         self.streams.submit(
-            COPY, ("stored", index), lambda: store_rows(buffer, host, *own.stored), after=("written", index)
+            COPY, ("stored", self.layer), lambda: store_rows(buffer, host, *own.stored), after=("written", self.layer)
         )
         return AttendedRows(buffer, selected.topk_TK, own.buffer_tables, inputs.seq_lens_B), selected
 
@@ -299,12 +319,11 @@ class PrefillRows:
     def _load(self, layer: int, own: OffloadInputs) -> None:
         """Send for the rows that a layer has in host memory, after all that uses its buffer now."""
         start, _, blocks = own.stored
-        index = _buffer(layer)
-        buffer, host = self.memory.prompts[index], self.memory.layers[layer].host
+        buffer, host = self.memory.prompts[_buffer(layer)], self.memory.layers[layer].host
         # Main has attended to what the buffer held, and has written all rows of earlier steps to the host.
-        self.streams.record(("free", index))
+        self.streams.record(("free", layer))
         self.streams.submit(
-            COPY, ("loaded", index), lambda: load_rows(host, buffer, start, blocks), after=("free", index)
+            COPY, ("loaded", layer), lambda: load_rows(host, buffer, start, blocks), after=("free", layer)
         )
 
 

@@ -16,7 +16,7 @@ from castoff.model.offload import MODES, GroupMemory, PrefillRows
 from castoff.model.setup import Setup
 from castoff.offload.check import CheckedRows
 from castoff.offload.host_store import release
-from castoff.offload.memory import OffloadRun, allocate, offload_bytes
+from castoff.offload.memory import OffloadRun, allocate, run_bytes
 from castoff.offload.report import GroupReport, OffloadReport
 from castoff.offload.streams import RunStreams
 from castoff.ops.program import Tensor
@@ -55,7 +55,7 @@ class OffloadedCaches:
         self._run = run
         self._device = device
         self.streams = streams
-        self.held = offload_bytes(setup, run, dtype=dtype)
+        self.held = run_bytes(setup, run, dtype=dtype)
         try:
             self.memory = allocate(setup, run, dtype=dtype, device=device)
         # What torch raises for memory that a device does not have.

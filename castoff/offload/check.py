@@ -29,6 +29,11 @@ class CheckedRows:
     memory: OffloadMemory
     owner_of: Callable[[int], int | None]
 
+    @property
+    def block_kind(self) -> str:
+        """That of the rows."""
+        return self.rows.block_kind
+
     def written_to(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """As without a check."""
         return self.rows.written_to(inputs)

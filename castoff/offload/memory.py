@@ -7,8 +7,17 @@ from dataclasses import dataclass
 
 import lazy_loader as lazy
 
-from castoff.errors import CastoffError
-from castoff.model.offload import PREFILL_BUFFERS, GroupMemory, LayerMemory, OffloadMemory
+from castoff.model.offload import GroupMemory, LayerMemory, OffloadMemory
+from castoff.model.offload_sizes import (
+    PREFILL_BUFFERS,
+    Extent,
+    OffloadBytes,
+    offload_bytes,
+    offloaded_groups,
+    pool_sizes,
+    selection_rows,
+    staging_buffers,
+)
 from castoff.model.setup import Setup
 from castoff.offload.host_store import check_host_bytes, host_rows, near, release
 from castoff.ops.cache_rows import row_storage
@@ -37,67 +46,20 @@ class OffloadRun:
     check: bool = False
 
 
-def offloaded_groups(setup: Setup, options: Offload) -> list[tuple[int, ...]]:
-    """Layers of each index group, owner first; the MTP block's is one more where it is offloaded.
-
-    Raises CastoffError for a model without an indexer: its attention reads all rows.
-    """
-    if setup.model.indexer is None:
-        raise CastoffError(
-            f"--offload {options.offload}: {setup.model.name} has no sparse attention, so every step would read its "
-            "whole KV cache over the link; use --offload none"
-        )
-    groups = [group.layers for group in setup.model.index_groups]
-    if options.offloads_mtp and setup.mtp.num_mtp_tokens:
-        groups.append((setup.model.num_hidden_layers,))
-    return groups
-
-
-def pool_sizes(setup: Setup, run: OffloadRun) -> PoolSizes:
+def run_sizes(setup: Setup, run: OffloadRun) -> PoolSizes:
     """Rows that each request has in every layer."""
-    assert setup.topk_limit is not None, "offload is for sparse attention"
-    queries, options = 1 + setup.mtp.num_mtp_tokens, run.options
-    if options.offload == "gather":
-        return PoolSizes(run.slots, queries, setup.topk_limit, queries, 0, "previous")
-    sets, ways = options.pool
-    if options.offload == "serve_install":
-        return PoolSizes(run.slots, sets, ways, queries, 0, "fifo")
-    # A token that is committed stays in the ring for one step more, in which it can be promoted.
-    return PoolSizes(run.slots, sets, ways, 2 * queries, queries * setup.topk_limit, options.pool_policy)
+    return pool_sizes(setup, run.options, run.slots)
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadBytes:
-    """Bytes on the host, and on the device by use. prefill: buffers of a prompt's layer, one request at a time."""
-
-    host: int
-    pool: int
-    ring: int
-    staging: int
-    selection: int
-    metadata: int
-    prefill: int
-
-    @property
-    def device(self) -> int:
-        """All on the device."""
-        return self.pool + self.ring + self.staging + self.selection + self.metadata + self.prefill
-
-
-def offload_bytes(setup: Setup, run: OffloadRun, *, dtype: Tensor) -> OffloadBytes:
-    """What a run will hold."""
-    groups, sizes, row = offloaded_groups(setup, run.options), pool_sizes(setup, run), _row_bytes(setup, dtype)
-    layers = sum(len(group) for group in groups)
-    per_group = 4 * sizes.requests * (2 * sizes.pool_tokens + 2 * sizes.sets)
-    return OffloadBytes(
-        host=layers * (run.num_blocks + 1) * run.block_tokens * row,
-        pool=layers * sizes.pool_rows * row,
-        ring=layers * (sizes.layer_rows - sizes.pool_rows + 1) * row,
-        staging=_staging_buffers(groups, run) * max(sizes.requests * sizes.staging_rows, 1) * row,
-        selection=layers * _selection_rows(setup, run) * row,
-        metadata=len(groups) * (per_group + 8 * len(STATS)),
-        prefill=PREFILL_BUFFERS * (_prefill_blocks(run) + 1) * run.block_tokens * row,
+def run_bytes(setup: Setup, run: OffloadRun, *, dtype: Tensor) -> OffloadBytes:
+    """What a run will hold; whole numbers."""
+    extent = Extent(
+        requests=run.slots,
+        host_rows=(run.num_blocks + 1) * run.block_tokens,
+        prompt_rows=(_prefill_blocks(run) + 1) * run.block_tokens,
     )
+    groups, row_bytes = offloaded_groups(setup, run.options), _row_bytes(setup, dtype)
+    return offload_bytes(groups, setup, run.options, run_sizes(setup, run), extent, row_bytes=row_bytes)
 
 
 def allocate(setup: Setup, run: OffloadRun, *, dtype: Tensor, device: Tensor) -> OffloadMemory:
@@ -105,7 +67,7 @@ def allocate(setup: Setup, run: OffloadRun, *, dtype: Tensor, device: Tensor) ->
 
     Device rows start as zeros: a row that nobody has written is multiplied by a weight of zero, and must not be NaN.
     """
-    check_host_bytes(offload_bytes(setup, run, dtype=dtype).host, run.host_bytes)
+    check_host_bytes(run_bytes(setup, run, dtype=dtype).host, run.host_bytes)
     hosts: dict[int, Tensor] = {}
     try:
         with near(device):
@@ -128,19 +90,19 @@ def _around(
     hosts: Mapping[int, Tensor], setup: Setup, run: OffloadRun, *, dtype: Tensor, device: Tensor
 ) -> OffloadMemory:
     """What the device holds of layers whose rows are in host memory."""
-    groups, sizes = offloaded_groups(setup, run.options), pool_sizes(setup, run)
+    groups, sizes = offloaded_groups(setup, run.options), run_sizes(setup, run)
     width, stored = _row(setup, dtype)
 
     def rows(count: int) -> Tensor:
         return torch.zeros(count, width, dtype=stored, device=device)
 
-    staging = [rows(max(sizes.requests * sizes.staging_rows, 1)) for _ in range(_staging_buffers(groups, run))]
+    staging = [rows(max(sizes.requests * sizes.staging_rows, 1)) for _ in range(staging_buffers(groups, run.options))]
     layers = {
         layer: LayerMemory(
             host=hosts[layer],
             region=rows(sizes.layer_rows + 1),
             staging=staging[place % len(staging)],
-            selection=rows(_selection_rows(setup, run)),
+            selection=rows(selection_rows(setup, run.options, run.slots)),
         )
         for group in groups
         for place, layer in enumerate(group)
@@ -180,18 +142,6 @@ def _row(setup: Setup, dtype: Tensor) -> tuple[int, Tensor]:
 def _row_bytes(setup: Setup, dtype: Tensor) -> int:
     width, stored = _row(setup, dtype)
     return int(width * stored.itemsize)
-
-
-def _staging_buffers(groups: list[tuple[int, ...]], run: OffloadRun) -> int:
-    """Layers of a group that are fetched ahead cannot share one."""
-    return max(len(group) for group in groups) if run.options.prefetches else 1
-
-
-def _selection_rows(setup: Setup, run: OffloadRun) -> int:
-    if run.options.offload != "serve_install":
-        return 0
-    assert setup.topk_limit is not None
-    return run.slots * (1 + setup.mtp.num_mtp_tokens) * setup.topk_limit
 
 
 def _prefill_blocks(run: OffloadRun) -> int:

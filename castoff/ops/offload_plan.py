@@ -35,28 +35,32 @@ torch = lazy.load("torch")
 class PoolSizes:
     """R request slots with N sets of W ways, G ring rows and Y staging rows each; how a way is chosen for a miss.
 
-    policy: "previous" where a set is a query's last selection.
+    policy: "previous" where a set is a query's last selection. Of a cast, whose sizes need not be whole, listed is the
+    share of a step's places (T · K) that the lists of a plan name, and hosted the share that is read from the host;
+    None takes the worst case.
     """
 
-    requests: int
-    sets: int
+    requests: Any
+    sets: Any
     ways: int
     ring_tokens: int
     staging_rows: int
     policy: PoolPolicy | Literal["previous"]
+    listed: Any = None
+    hosted: Any = None
 
     @property
-    def pool_tokens(self) -> int:
+    def pool_tokens(self) -> Any:
         """P, rows of a request's pool."""
         return self.sets * self.ways
 
     @property
-    def pool_rows(self) -> int:
+    def pool_rows(self) -> Any:
         """Rows of all pools of a layer; codes of ring rows start here."""
         return self.requests * self.pool_tokens
 
     @property
-    def layer_rows(self) -> int:
+    def layer_rows(self) -> Any:
         """Rows of pools and rings of a layer; codes of staging rows start here."""
         return self.requests * (self.pool_tokens + self.ring_tokens)
 
@@ -123,7 +127,9 @@ class ServePlan:
 def _shapes(topk_TK: Abstract, *inputs: Abstract, sizes: PoolSizes, lists: int) -> Shapes:
     tokens, columns = topk_TK.shape
     requests = inputs[1].shape[0]
-    listed = ((requests, tokens // requests * columns), "int32")
+    # Real lists have room for every place; those of a cast are as long as is expected.
+    entries = tokens // requests * columns if sizes.listed is None else tokens / requests * columns * sizes.listed
+    listed = ((requests, entries), "int32")
     return (
         ((tokens, columns), "int32"),
         *(listed,) * lists,
@@ -142,7 +148,7 @@ def _work(call: OpCall) -> Work:
 
 def _metadata_work(call: OpCall) -> Work:
     ids_BX = call.tensor(1)
-    return Work((Part("tags", vector_flops=ids_BX.elements, bytes=4 * ids_BX.bytes),))
+    return Work((Part("tags", vector_flops=ids_BX.elements, bytes=4 * ids_BX.bytes),), holds_cores=False)
 
 
 def _arrays(tensors: tuple[Tensor, ...]) -> list[Any]:

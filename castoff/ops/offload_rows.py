@@ -6,15 +6,14 @@ Axes: B rows of a call, T tokens, K selected tokens, X entries of a list, D a ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import lazy_loader as lazy
 
+from castoff.dims import Dim
 from castoff.ops import accelerator, row_copies
 from castoff.ops.attention import row_slots
 from castoff.ops.offload_plan import PoolSizes, RowPlan, ServePlan
 from castoff.ops.program import Abstract, Op, OpCall, Tensor
-from castoff.ops.work import Part, Work
+from castoff.ops.work import DTYPE_BYTES, Part, Work
 
 torch = lazy.load("torch")
 
@@ -23,16 +22,52 @@ def _no_shapes(*_: Abstract | None, **__: object) -> tuple[()]:
     return ()
 
 
-def _list_work(rows: int, listed: int) -> Callable[[OpCall], Work]:
-    """Work of copying rows of input `rows`, at most as many as input `listed` has entries: how many is data."""
+def _row_bytes(rows: Abstract) -> Dim:
+    return rows.shape[-1] * DTYPE_BYTES[rows.dtype]
 
-    def work(call: OpCall) -> Work:
-        entries, row = call.tensor(listed).elements, call.tensor(rows)
-        row_bytes = row.bytes / row.elements * row.shape[-1]
-        moved = entries * row_bytes
-        return Work((Part("rows", bytes=moved, gather_bytes=moved, gather_rows=entries),))
 
-    return work
+def _fetch_work(call: OpCall) -> Work:
+    """Every entry of the list is a row that crosses the link."""
+    entries = call.tensor(3).elements
+    moved = entries * _row_bytes(call.tensor(0))
+    return Work((Part("rows", bytes=moved, host_read_bytes=moved, host_rows=entries),), holds_cores=False)
+
+
+def _serve_work(call: OpCall) -> Work:
+    """Every place is written; a share of them comes over the link, the others from the pool."""
+    places, row, hosted = call.tensor(2).elements, _row_bytes(call.tensor(0)), call.attributes["hosted"]
+    host_rows = places if hosted is None else places * hosted
+    pool_rows = places - host_rows
+    return Work(
+        (
+            Part("pool", gather_bytes=pool_rows * row, gather_rows=pool_rows),
+            Part("host", host_read_bytes=host_rows * row, host_rows=host_rows),
+            Part("selection", bytes=places * row + call.tensor(2).bytes),
+        )
+    )
+
+
+def _install_work(call: OpCall) -> Work:
+    entries = call.tensor(1).elements
+    moved = entries * _row_bytes(call.tensor(0))
+    return Work((Part("rows", bytes=moved, gather_bytes=moved, gather_rows=entries),), holds_cores=False)
+
+
+def _write_work(call: OpCall) -> Work:
+    rows = call.tensor(1).elements
+    moved = rows * _row_bytes(call.tensor(0))
+    part = Part("rows", gather_bytes=moved, gather_rows=rows, host_write_bytes=moved, host_rows=rows)
+    return Work((part,), holds_cores=False)
+
+
+def _store_work(call: OpCall) -> Work:
+    moved = (call.attributes["end"] - call.attributes["start"]) * _row_bytes(call.tensor(0))
+    return Work((Part("rows", bytes=moved, host_write_bytes=moved),), holds_cores=False)
+
+
+def _load_work(call: OpCall) -> Work:
+    moved = call.attributes["end"] * _row_bytes(call.tensor(0))
+    return Work((Part("rows", bytes=moved, host_read_bytes=moved),), holds_cores=False)
 
 
 def _fetch_reference(
@@ -55,8 +90,9 @@ def _fetch_reference(
 
 
 def _serve_reference(
-    host: Tensor, block_tables: Tensor, sources_TK: Tensor, region: Tensor, selection: Tensor
-) -> tuple[()]:
+    host: Tensor, block_tables: Tensor, sources_TK: Tensor, region: Tensor, selection: Tensor,
+    *, hosted: float | None = None,
+) -> tuple[()]:  # fmt: skip
     tokens, columns = sources_TK.shape
     sources = sources_TK.flatten().long()
     slots = row_slots(-2 - sources_TK, block_tables, host.shape[1]).flatten()
@@ -112,33 +148,27 @@ def _by_block(buffer: Tensor, host: Tensor, start: int, end: int, blocks: tuple[
         start += count
 
 
-def _range_work(call: OpCall) -> Work:
-    buffer = call.tensor(0)
-    rows = call.attributes["end"] - call.attributes.get("start", 0)
-    return Work((Part("rows", bytes=2 * rows * buffer.bytes / buffer.elements * buffer.shape[-1]),))
-
-
 OFFLOAD_FETCH = Op(
-    "offload_fetch", "offload_rows", _no_shapes, _list_work(0, 3), _fetch_reference, outputs=0, mutates=(6, 7),
+    "offload_fetch", "offload_copy", _no_shapes, _fetch_work, _fetch_reference, outputs=0, mutates=(6, 7),
     opaque=True, kernel=accelerator.fetch, cpu_kernel=row_copies.fetch,
 )  # fmt: skip
 OFFLOAD_SERVE = Op(
-    "offload_serve", "offload_rows", _no_shapes, _list_work(0, 2), _serve_reference, outputs=0, mutates=(4,),
+    "offload_serve", "offload_serve", _no_shapes, _serve_work, _serve_reference, outputs=0, mutates=(4,),
     opaque=True, kernel=accelerator.serve, cpu_kernel=row_copies.serve,
 )  # fmt: skip
 OFFLOAD_INSTALL = Op(
-    "offload_install", "offload_rows", _no_shapes, _list_work(0, 1), _install_reference, outputs=0, mutates=(4,),
+    "offload_install", "offload_copy", _no_shapes, _install_work, _install_reference, outputs=0, mutates=(4,),
     opaque=True, kernel=accelerator.install, cpu_kernel=row_copies.install,
 )  # fmt: skip
 HOST_ROW_WRITE = Op(
-    "host_row_write", "offload_rows", _no_shapes, _list_work(0, 1), _write_reference, outputs=0, mutates=(2,),
+    "host_row_write", "offload_copy", _no_shapes, _write_work, _write_reference, outputs=0, mutates=(2,),
     opaque=True, kernel=accelerator.write_to_host,
 )  # fmt: skip
 STORE_ROWS = Op(
-    "store_rows", "offload_rows", _no_shapes, _range_work, _store_reference, outputs=0, mutates=(1,), opaque=True
+    "store_rows", "offload_copy", _no_shapes, _store_work, _store_reference, outputs=0, mutates=(1,), opaque=True
 )
 LOAD_ROWS = Op(
-    "load_rows", "offload_rows", _no_shapes, _range_work, _load_reference, outputs=0, mutates=(1,), opaque=True
+    "load_rows", "offload_copy", _no_shapes, _load_work, _load_reference, outputs=0, mutates=(1,), opaque=True
 )
 
 
@@ -155,12 +185,16 @@ def fetch(
     )
 
 
-def serve(host: Tensor, block_tables: Tensor, plan: ServePlan, region: Tensor, selection: Tensor) -> None:
+def serve(
+    host: Tensor, block_tables: Tensor, plan: ServePlan, region: Tensor, selection: Tensor, *, hosted: Dim | None = None
+) -> None:
     """Copy every selected row, from the pool or from the host, into the selection buffer (≥ T · K, D), which mutates.
 
-    selection[t · K + k] = the row that sources[t, k] names; zeros for none
+        selection[t · K + k] = the row that sources[t, k] names; zeros for none
+
+    hosted: in a cast, which share of them comes from the host; None counts the worst case, all.
     """
-    OFFLOAD_SERVE(host, block_tables, plan.sources_TK, region, selection)
+    OFFLOAD_SERVE(host, block_tables, plan.sources_TK, region, selection, hosted=hosted)
 
 
 def install(selection: Tensor, plan: ServePlan, region: Tensor) -> None:

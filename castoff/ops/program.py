@@ -29,6 +29,9 @@ Tier = Literal["device", "host"]
 Kind = Literal["activation", "weight", "cache", "metadata"]
 MAIN = "main"
 
+Event = tuple[str, int]
+"""A point that a stream has reached: what is done then, and for which layer. A block counts layers from its own."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Abstract:
@@ -138,13 +141,18 @@ def literal(value: Any) -> str:
 
 @dataclass(slots=True, eq=False)
 class OpCall:
-    """One recorded call. `attributes` are what the op was given beside tensors."""
+    """One recorded call. `attributes` are what the op was given beside tensors.
+
+    waits: events that it comes after. signals: events that come after it.
+    """
 
     op: Op
     inputs: tuple[Abstract | None, ...]
     outputs: tuple[Abstract, ...]
     attributes: Mapping[str, Any]
     stream: str
+    waits: tuple[Event, ...] = ()
+    signals: tuple[Event, ...] = ()
     _work: Work | None = None
 
     @property
@@ -184,10 +192,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """One entry of the schedule: which block, under which label, on which values, in which pipeline stage."""
+    """One entry of the schedule: which block, under which label, for which layer, on which values, in which stage."""
 
     block: Block
     label: str
+    layer: int
     stage: int
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
@@ -232,6 +241,8 @@ class Recorder:
         self._repeat = repeat
         self._by_key: dict[str, Block] = {}
         self._current: Block | None = None
+        self._layer = 0
+        self._waits: dict[str, list[Event]] = {}
         self._stream = MAIN
         self._stage = 0
         self._values = 0
@@ -247,8 +258,21 @@ class Recorder:
         """Append a call of `op` to the block that is being recorded."""
         assert self._current is not None, f"{op.name} was called outside a block"
         outputs = tuple(self.tensor(*shape, dtype=dtype) for shape, dtype in op.shapes(*inputs, **attributes))
-        self._current.calls.append(OpCall(op, inputs, outputs, attributes, self._stream))
+        waits = tuple(self._waits.pop(self._stream, ()))
+        self._current.calls.append(OpCall(op, inputs, outputs, attributes, self._stream, waits))
         return outputs
+
+    def wait(self, event: Event) -> None:
+        """What is called on this stream from here on starts after an event; at once where it never came up."""
+        name, layer = event
+        self._waits.setdefault(self._stream, []).append((name, layer - self._layer))
+
+    def signal(self, event: Event) -> None:
+        """The event comes when all that this block has called on this stream is done."""
+        assert self._current is not None, f"{event} is signalled outside a block"
+        name, layer = event
+        last = next(call for call in reversed(self._current.calls) if call.stream == self._stream)
+        last.signals += ((name, layer - self._layer),)
 
     @contextmanager
     def on_stream(self, stream: str) -> Iterator[None]:
@@ -264,25 +288,33 @@ class Recorder:
         self._stage += 1
 
     def block(
-        self, key: str, label: str, body: Callable[..., tuple[Abstract | None, ...]], *inputs: Abstract | None
+        self,
+        key: str,
+        label: str,
+        body: Callable[..., tuple[Abstract | None, ...]],
+        *inputs: Abstract | None,
+        layer: int = 0,
     ) -> tuple[Abstract | None, ...]:
         """Run `body(*inputs)` as a block, or repeat the block recorded under `key`.
 
-        key: must name everything that decides the body's ops and dims. label: what this entry is called in a trace.
+        key: must name everything that decides the body's ops and dims, and which layers its events are of, seen from
+        `layer`. label: what this entry is called in a trace.
         """
         known = self._by_key.get(key) if self._repeat else None
         if known is None:
             assert self._current is None, "blocks do not nest"
             known = self._current = Block(key, inputs)
+            self._layer = layer
             try:
                 known.outputs = body(*inputs)
             finally:
                 self._current = None
+            assert not self._waits, f"{key} ends with waits for {self._waits}"
             self._by_key[key] = known
             outputs = known.outputs
         else:
             outputs = self._repeat_outputs(known, inputs)
-        self.program.schedule.append(BlockCall(known, label, self._stage, _values(inputs), _values(outputs)))
+        self.program.schedule.append(BlockCall(known, label, layer, self._stage, _values(inputs), _values(outputs)))
         return outputs
 
     def _repeat_outputs(self, block: Block, inputs: tuple[Abstract | None, ...]) -> tuple[Abstract | None, ...]:

@@ -33,7 +33,8 @@ class Part:
     """One named share of an op's work.
 
     matrix_flops run on the matrix units at the rate of matrix_dtype, vector_flops on the vector units. `bytes` are
-    streamed, `gather_bytes` are read as `gather_rows` separate rows.
+    streamed, `gather_bytes` are read as `gather_rows` separate rows. host_read_bytes come from host memory, and
+    host_write_bytes go there, as `host_rows` separate rows, or as a stream where that is 0.
     """
 
     name: str
@@ -43,6 +44,9 @@ class Part:
     bytes: Dim = 0
     gather_bytes: Dim = 0
     gather_rows: Dim = 0
+    host_read_bytes: Dim = 0
+    host_write_bytes: Dim = 0
+    host_rows: Dim = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,12 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """All that one op call does."""
+    """All that one op call does. holds_cores: False for copies, done by engines or few cores beside a computation."""
 
     parts: tuple[Part, ...] = ()
     collectives: tuple[Collective, ...] = ()
     workspace_bytes: Dim = 0
+    holds_cores: bool = True
 
     @property
     def flops(self) -> Dim:

@@ -17,6 +17,7 @@ _WAITS_FOR: dict[Bound, str] = {
     "vector": "the vector units",
     "memory": "memory bandwidth",
     "communication": "the links between devices",
+    "host_link": "the link to host memory",
     "launch": "launches of ops",
 }
 MOST_CLASSES_NAMED = 3

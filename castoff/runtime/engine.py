@@ -13,9 +13,10 @@ import lazy_loader as lazy
 
 from castoff.model.decoder import Decoder, Direct, PassOutput, WeightSource
 from castoff.model.inputs import NOTHING, CacheSource, OffloadInputs, Selected, StepInputs
+from castoff.model.offload_sizes import offloaded_groups
 from castoff.model.setup import Setup
 from castoff.offload.caches import CallRows, OffloadedCaches
-from castoff.offload.memory import OffloadRun, offloaded_groups
+from castoff.offload.memory import OffloadRun
 from castoff.offload.streams import open_streams
 from castoff.ops.program import Tensor
 from castoff.runtime.caches import BlockPool, PagedCaches

@@ -5,10 +5,11 @@ from __future__ import annotations
 import lazy_loader as lazy
 
 from castoff.errors import CastoffError
+from castoff.model.offload_sizes import offloaded_groups
 from castoff.model.setup import Setup
 from castoff.model.weights import RankWeights
 from castoff.offload.host_store import available_bytes, check_host_bytes
-from castoff.offload.memory import OffloadRun, offload_bytes, offloaded_groups
+from castoff.offload.memory import OffloadRun, run_bytes
 from castoff.ops.program import Recorder, Tensor
 from castoff.ops.work import DTYPE_BYTES
 
@@ -21,7 +22,7 @@ def check_fits(setup: Setup, cache_tokens: int, offload: OffloadRun | None, *, d
     weights_bytes = _weights_bytes(setup, dtype.itemsize)
     cache_bytes = cache_tokens * _token_bytes(setup, dtype.itemsize, offload)
     if offload is not None:
-        held = offload_bytes(setup, offload, dtype=dtype)
+        held = run_bytes(setup, offload, dtype=dtype)
         check_host_bytes(held.host, offload.host_bytes)
         # On a CPU both are one memory.
         cache_bytes += held.device + (held.host if device.type == "cpu" else 0)

@@ -13,9 +13,9 @@ from castoff.ops.accelerator import require_triton
 from castoff.ops.quantization import RUNNABLE_ACTIONS
 from castoff.runtime.graphs import GraphMode
 from castoff.runtime.sampling import Sampling
+from castoff.spec.checks import MOST
 from castoff.spec.offload import Offload, check_offload
 from castoff.spec.quant import AttentionAction, LinearAction
-from castoff.spec.scenario import MOST
 
 torch = lazy.load("torch")
 

@@ -23,6 +23,9 @@ Family = Literal[
     "moe_routing",
     "embedding",
     "sampling",
+    "offload_plan",
+    "offload_serve",
+    "offload_copy",
 ]
 Fusion = Literal["add_rms_norm", "norm_quant", "grouped_matmul_swiglu", "matmul_all_reduce", "dispatch_ffn_combine"]
 Mode = Literal["prefill", "decode"]

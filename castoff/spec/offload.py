@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from castoff.errors import CastoffError
-from castoff.spec.scenario import check_value, declared
+from castoff.spec.checks import check_value, declared
 
 PoolPolicy = Literal["fifo", "lru", "clock"]
 OffloadMode = Literal["none", "gather", "serve_install", "direct"]

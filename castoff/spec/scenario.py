@@ -9,23 +9,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from functools import cache
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from castoff.dims import Dim, ceil_div
 from castoff.errors import CastoffError
+from castoff.spec.checks import check_value, check_whole, declared
+from castoff.spec.hit_profile import Hits
+from castoff.spec.offload import Offload
 from castoff.spec.quant import AttentionAction, LinearAction
 
 Mode = Literal["prefill", "decode"]
 PerRequest = Dim | Sequence[int]
-
-MOST = 2**40
-"""Largest number of requests or tokens: everything counted with them stays exact in a float64."""
 
 ASSUMED_DRAFT_ACCEPTANCE = 0.741739
 """Chance that one more draft token is accepted, so that three draft tokens give 2.7 tokens a step (1 + p + p² + p³)."""
@@ -185,6 +182,8 @@ class Scenario:
     quant: Quant = field(default_factory=Quant)
     mtp: Mtp = field(default_factory=Mtp)
     compilation: Compilation = field(default_factory=Compilation)
+    offload: Offload = field(default_factory=Offload)
+    hits: Hits = field(default_factory=Hits)
     backend: str | None = None
     reserved_memory_gb: float = 0.0
     disable_repetition: bool = False
@@ -268,21 +267,6 @@ def _count(lengths: PerRequest) -> str:
     return f"{len(lengths)} values" if isinstance(lengths, Sequence) else "one value"
 
 
-def check_whole(flag: str, value: Dim, *, least: int) -> None:
-    """Refuse a number, or an array with one, that is not whole or is too small."""
-    entries = np.asarray(value)
-    if isinstance(value, int) and value > MOST:
-        raise CastoffError(f"{flag} must be at most {MOST}, got {value}")
-    whole = entries.dtype.kind == "f" and np.all(np.isfinite(entries)) and np.all(entries == np.floor(entries))
-    if entries.dtype.kind not in "iu" and not whole:
-        raise CastoffError(f"{flag} must be whole numbers, got {value}")
-    if np.any(entries > MOST):
-        raise CastoffError(f"{flag} must be at most {MOST}, got {entries.max():g}")
-    if entries.size == 0 or np.any(entries < least):
-        smallest = "no value" if entries.size == 0 else f"{entries.min():g}"
-        raise CastoffError(f"{flag} must be at least {least}, got {smallest}")
-
-
 def deal_to_rank(classes: Sequence[RequestClass], ranks: int) -> tuple[RequestClass, ...]:
     """The requests of the first of `ranks` data-parallel ranks, when classes are dealt round robin in their order.
 
@@ -305,55 +289,18 @@ def check_types(scenario: Scenario) -> None:
     """Refuse fields of a scenario, lengths and batch aside, whose values are not of their declared type."""
     if not isinstance(scenario, Scenario):
         raise CastoffError(f"a Scenario is needed, got {type(scenario).__name__}")
-    for cls in (Scenario, Workload, Parallel, Quant, Mtp, Compilation):
-        group = (
-            scenario
-            if cls is Scenario
-            else next(
-                (
-                    part
-                    for part in (
-                        scenario.workload,
-                        scenario.parallel,
-                        scenario.quant,
-                        scenario.mtp,
-                        scenario.compilation,
-                    )
-                    if isinstance(part, cls)
-                ),
-                None,
-            )
-        )
-        if group is None:
-            raise CastoffError(f"the scenario's {cls.__name__.lower()} must be a {cls.__name__}")
+    groups: dict[str, type] = {
+        "workload": Workload,
+        "parallel": Parallel,
+        "quant": Quant,
+        "mtp": Mtp,
+        "compilation": Compilation,
+        "offload": Offload,
+        "hits": Hits,
+    }
+    for part, cls in groups.items():
+        if not isinstance(getattr(scenario, part), cls):
+            raise CastoffError(f"the scenario's {part} must be of the class {cls.__name__}")
+    for group, cls in ((scenario, Scenario), *((getattr(scenario, part), cls) for part, cls in groups.items())):
         for name, allowed in declared(cls).items():
             check_value(name, getattr(group, name), allowed)
-
-
-def check_value(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Refuse a value that is neither of one of the allowed types nor one of the allowed words."""
-    words = [entry for entry in allowed if not isinstance(entry, type)]
-    types = tuple(entry for entry in allowed if isinstance(entry, type))
-    # A bool is an int to Python, and no number to a user.
-    matches = isinstance(value, types) and (not isinstance(value, bool) or bool in types)
-    if isinstance(value, int) and not isinstance(value, bool) and float in types:
-        matches = True
-    if not matches and value not in words:
-        names = [getattr(entry, "__name__", str(entry)).replace("NoneType", "None") for entry in (*types, *words)]
-        raise CastoffError(f"{name} must be {' or '.join(names)}, got {value!r}")
-
-
-def plain_types(hint: object) -> tuple[object, ...]:
-    """The types and words that a hint allows; nothing where it allows more than plain values and paths."""
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    flat = [word for option in options for word in (get_args(option) if get_origin(option) is Literal else (option,))]
-    plain = all(entry in (int, float, bool, str, Path, NoneType) or isinstance(entry, str) for entry in flat)
-    return tuple(flat) if plain else ()
-
-
-@cache
-def declared(cls: type) -> dict[str, tuple[object, ...]]:
-    """Types and words that each plain field of a class may hold."""
-    hints = get_type_hints(cls)
-    allowed = {item.name: plain_types(hints[item.name]) for item in fields(cls)}
-    return {name: types for name, types in allowed.items() if types}

@@ -5,9 +5,10 @@ import os
 import pytest
 
 from castoff.errors import CastoffError
+from castoff.model.offload_sizes import offloaded_groups
 from castoff.offload import host_store
 from castoff.offload.host_store import processors_of
-from castoff.offload.memory import OffloadRun, offload_bytes, offloaded_groups
+from castoff.offload.memory import OffloadRun, run_bytes
 from castoff.runtime.structure import run_setup
 from castoff.spec.model import load_model
 from castoff.spec.offload import Offload
@@ -31,11 +32,11 @@ def run_of(options: Offload) -> OffloadRun:
 @pytest.mark.golden
 def test_device_memory_of_a_64k_request_with_three_drafts() -> None:
     setup = setup_of("zai-org/GLM-5.2", 3)
-    direct = offload_bytes(setup, run_of(Offload(offload="direct")), dtype=torch.bfloat16)  # type: ignore[arg-type]
+    direct = run_bytes(setup, run_of(Offload(offload="direct")), dtype=torch.bfloat16)  # type: ignore[arg-type]
     beside_prompts = direct.device - direct.prefill
     assert beside_prompts <= 0.75 * GIB
     assert direct.pool == 78 * 8192 * 1152
-    served = offload_bytes(setup, run_of(Offload(offload="serve_install")), dtype=torch.bfloat16)  # type: ignore[arg-type]
+    served = run_bytes(setup, run_of(Offload(offload="serve_install")), dtype=torch.bfloat16)  # type: ignore[arg-type]
     # The published route has as many selected rows as pool rows, in each layer for itself.
     assert served.pool == served.selection == direct.pool
     assert served.device - served.prefill > 1.37 * GIB
@@ -46,7 +47,7 @@ def test_device_memory_of_a_64k_request_with_three_drafts() -> None:
 def test_prefetching_needs_a_staging_buffer_per_layer_of_a_group() -> None:
     setup = setup_of("zai-org/GLM-5.2", 0)
     staging = [
-        offload_bytes(setup, run_of(Offload(offload="direct", prefetch=ahead)), dtype=torch.bfloat16).staging  # type: ignore[arg-type]
+        run_bytes(setup, run_of(Offload(offload="direct", prefetch=ahead)), dtype=torch.bfloat16).staging  # type: ignore[arg-type]
         for ahead in (True, False)
     ]
     assert staging == [4 * 2048 * 1152, 2048 * 1152]
