@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from castoff.dims import Dim, ceil_div, maximum, where
 from castoff.model.inputs import KV_BLOCK_TOKENS
+from castoff.model.offload_sizes import Extent, OffloadBytes, offload_bytes, offloaded_groups
+from castoff.model.record import OffloadCast
 from castoff.model.setup import Setup
 from castoff.model.weights import RankWeights
 from castoff.ops.lengths import Lengths
@@ -24,15 +27,18 @@ from castoff.spec.device import Device
 class Footprint:
     """Bytes on the fullest device of a deployment; host_kv_bytes is host memory per device.
 
-    pool_bytes, selection_bytes and host_kv_bytes belong to KV offload and are 0 without it.
+    pool_bytes (with rings of the last tokens), selection_bytes, staging_bytes (with buffers of a prompt's layer) and
+    host_kv_bytes belong to KV offload and are 0 without it. host_bytes_capacity: a device's share of its host's.
     """
 
     device_bytes_capacity: int
+    host_bytes_capacity: float
     weights_bytes: float
     kv_bytes: Dim
     indexer_cache_bytes: Dim
     pool_bytes: Dim
     selection_bytes: Dim
+    staging_bytes: Dim
     metadata_bytes: Dim
     activation_bytes: Dim
     communication_bytes: float
@@ -48,6 +54,7 @@ class Footprint:
             + self.indexer_cache_bytes
             + self.pool_bytes
             + self.selection_bytes
+            + self.staging_bytes
             + self.metadata_bytes
             + self.activation_bytes
             + self.communication_bytes
@@ -60,10 +67,15 @@ class Footprint:
         return self.device_bytes_capacity - self.used_bytes
 
     @property
-    def fits(self) -> Dim:
-        """Whether the step fits (a bool, or one per scenario)."""
+    def fits_device(self) -> Any:
+        """Whether the device has room (a bool, or one per scenario)."""
         # Expectations make fractions of a byte, which must not decide: sums in another order differ by such.
         return self.free_bytes > -0.3
+
+    @property
+    def fits(self) -> Any:
+        """Whether device and host have room."""
+        return self.fits_device & (self.host_kv_bytes <= self.host_bytes_capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,32 +129,62 @@ def _bytes(weights: Mapping[str, Weight]) -> float:
 
 
 def footprint(
-    setup: Setup, device: Device, backend: Backend, program: Program, resident: Lengths, *, reserved_bytes: float
+    setup: Setup,
+    device: Device,
+    backend: Backend,
+    program: Program,
+    resident: Lengths,
+    *,
+    reserved_bytes: float,
+    offload: OffloadCast | None = None,
 ) -> Footprint:
     """Memory of one step. `resident`: all requests of the rank, whose caches it holds, micro-batches together.
 
-    Of several pipeline stages the fullest one is reported.
+    Of several pipeline stages the fullest one is reported. offload: with pools for all requests of the rank.
     """
     tokens = resident.total_tokens / setup.mesh.dcp.size
+    host = device.host_link
     fullest: Footprint | None = None
     activations = peak_activation_bytes(program)
-    for share in stage_shares(setup):
+    for stage, share in enumerate(stage_shares(setup)):
+        offloaded, held = _offloaded(setup, offload, resident, stage)
         own = Footprint(
             device_bytes_capacity=device.memory.size_bytes,
+            host_bytes_capacity=host.host_memory_bytes / min(host.devices_per_host, setup.mesh.num_devices),
             weights_bytes=share.weights_bytes,
-            kv_bytes=tokens * (share.latent_layers * setup.cache.latent_row_bytes),
+            kv_bytes=tokens * ((share.latent_layers - offloaded) * setup.cache.latent_row_bytes),
             indexer_cache_bytes=tokens * (share.indexer_layers * setup.cache.index_row_bytes),
-            pool_bytes=0,
-            selection_bytes=0,
-            metadata_bytes=_metadata_bytes(setup, resident),
+            pool_bytes=held.pool + held.ring,
+            selection_bytes=held.selection,
+            staging_bytes=held.staging + held.prefill,
+            metadata_bytes=_metadata_bytes(setup, resident) + held.metadata,
             activation_bytes=activations,
             communication_bytes=backend.communication_buffer_bytes if setup.mesh.num_devices > 1 else 0,
             reserved_bytes=reserved_bytes,
-            host_kv_bytes=0,
+            host_kv_bytes=held.host,
         )
         fullest = own if fullest is None else _fuller(fullest, own)
     assert fullest is not None
     return fullest
+
+
+def _offloaded(setup: Setup, offload: OffloadCast | None, resident: Lengths, stage: int) -> tuple[int, OffloadBytes]:
+    """Layers of a pipeline stage whose rows are in host memory, and what they hold there and on the device."""
+    nothing = OffloadBytes(host=0, pool=0, ring=0, staging=0, selection=0, metadata=0, prefill=0)
+    if offload is None:
+        return 0, nothing
+    # Past the last stage lies the MTP block, which it has too.
+    starts = (*setup.stage_starts, setup.model.num_hidden_layers + 1)
+    groups = [
+        group for group in offloaded_groups(setup, offload.options) if starts[stage] <= group[0] < starts[stage + 1]
+    ]
+    if not groups:
+        return 0, nothing
+    extent = Extent(requests=resident.requests, host_rows=resident.total_tokens, prompt_rows=resident.longest)
+    held = offload_bytes(
+        groups, setup, offload.options, offload.sizes, extent, row_bytes=setup.cache.latent_row_bytes
+    )  # fmt: skip
+    return sum(len(group) for group in groups), held
 
 
 def _fuller(a: Footprint, b: Footprint) -> Footprint:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal, get_args
 
 import numpy as np
@@ -140,6 +141,14 @@ def host_link_s(work: Work, pricing: Pricing) -> Dim:
             writes = writes + part.host_write_bytes / (share * link.to_host_bytes_per_s)
     busy = maximum(reads, writes)
     return busy + where(busy > 0, link.latency_s, 0.0) if some(busy) else 0.0
+
+
+def without_link(pricing: Pricing) -> Pricing:
+    """The same with a link to host memory that takes no time."""
+    link = replace(
+        pricing.device.host_link, to_device_bytes_per_s=inf, to_host_bytes_per_s=inf, latency_s=0.0, row_efficiency=1.0
+    )
+    return replace(pricing, device=replace(pricing.device, host_link=link))
 
 
 def _units(work: Work) -> tuple[str, ...]:

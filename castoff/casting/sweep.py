@@ -11,23 +11,28 @@ from typing import Any
 
 import numpy as np
 
-from castoff.casting.prediction import Cast, cast_structure
+from castoff.casting.hits import Pool, check_hit_rate, check_pool_tokens
+from castoff.casting.prediction import pool_of_step
 from castoff.casting.price import BOUNDS, Pricing
+from castoff.casting.rank import Cast, cast_structure
 from castoff.dims import Array
 from castoff.errors import CastoffError
-from castoff.model.setup import resolve_setup
+from castoff.model.setup import Setup, resolve_setup
 from castoff.spec.backend import Origin, load_backend, weakest
 from castoff.spec.checks import check_whole
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
+from castoff.spec.offload import check_pool_multiple
 from castoff.spec.scenario import RequestClass, Scenario, request_classes
 from castoff.spec.toml_file import did_you_mean
 
-CONTINUOUS = ("num_queries", "query_length", "context_length")
+LENGTHS = ("num_queries", "query_length", "context_length")
+POOLS = ("pool_tokens", "hit_rate")
+CONTINUOUS = (*LENGTHS, *POOLS)
 # Scenarios of one numpy pass: a few dozen live arrays of this size stay in a core's L2 cache.
 CHUNK = 4096
 
-_GROUPS = ("workload", "parallel", "quant", "mtp", "compilation")
+_GROUPS = ("workload", "parallel", "quant", "mtp", "compilation", "offload", "hits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,8 @@ class SweepResult:
 
     structures: what each row was set to. reasons: why a row cannot run, else None. Figures of such a row are NaN,
     fits is False, and bound is −1. latency_s in seconds. device_bytes: everything on the fullest device; kv_bytes: the
-    latent and the indexer cache. bound indexes `bound_names`. origins: of a row's latency.
+    latent and the indexer cache on the device; host_bytes: of the latent cache in host memory, per device. stall_s: how
+    much of the latency is due to the link to it. bound indexes `bound_names`. origins: of a row's latency.
     """
 
     structures: tuple[Mapping[str, Any], ...]
@@ -50,6 +56,8 @@ class SweepResult:
     weights_bytes: Array = field(repr=False)
     kv_bytes: Array = field(repr=False)
     activation_bytes: Array = field(repr=False)
+    host_bytes: Array = field(repr=False)
+    stall_s: Array = field(repr=False)
     fits: Array = field(repr=False)
     bound: Array = field(repr=False)
     bound_names: tuple[str, ...] = BOUNDS
@@ -74,6 +82,8 @@ class SweepResult:
                     "weights_bytes": float(self.weights_bytes[at]),
                     "kv_bytes": float(self.kv_bytes[at]),
                     "activation_bytes": float(self.activation_bytes[at]),
+                    "host_bytes": float(self.host_bytes[at]),
+                    "stall_s": float(self.stall_s[at]),
                     "fits": bool(self.fits[at]),
                     "bound": self.bound_names[int(self.bound[at])],
                     "origin": self.origins[row],
@@ -94,13 +104,16 @@ def sweep(model: ModelSpec, device: Device, base: Scenario, axes: Mapping[str, o
     """Cast every combination.
 
     axes: field of a scenario → one value, a list of values (structure: all lists are crossed), or a numpy array
-    (num_queries, query_length, context_length: broadcast against each other).
+    (of CONTINUOUS: broadcast against each other).
     Raises CastoffError for an unknown field or an array where only a list may stand.
     """
     arrays, lists = _sort_axes(axes)
     _check_lengths(base, arrays, lists)
     for name, values in arrays.items():
-        check_whole(f"--{name.replace('_', '-')}", values, least=0 if name == "context_length" else 1)
+        if name == "hit_rate":
+            check_hit_rate(values)
+        else:
+            check_whole(f"--{name.replace('_', '-')}", values, least=0 if name == "context_length" else 1)
     points: tuple[int, ...]
     try:
         points = np.broadcast_shapes(*(values.shape for values in arrays.values()), ())
@@ -138,7 +151,7 @@ def _shaped(figures: Mapping[str, Array], shape: tuple[int, ...]) -> dict[str, A
 
 def _check_lengths(base: Scenario, arrays: Mapping[str, Array], lists: Mapping[str, list[object]]) -> None:
     """Refuse lengths that some structures could run and others not, or that no array can stand for."""
-    own = {**{name: getattr(base.workload, name) for name in CONTINUOUS}, **dict.fromkeys(arrays)}
+    own = {**{name: getattr(base.workload, name) for name in LENGTHS}, **dict.fromkeys(arrays)}
     if arrays and any(isinstance(value, Sequence) for value in own.values()):
         raise CastoffError("one length per request cannot be swept with arrays; give one length for all, or cast")
     decodes = base.workload.decode or any(lists.get("decode", []))
@@ -162,6 +175,8 @@ def _figures(result: Cast) -> dict[str, Any]:
         "weights_bytes": memory.weights_bytes,
         "kv_bytes": memory.kv_bytes + memory.indexer_cache_bytes,
         "activation_bytes": memory.activation_bytes,
+        "host_bytes": memory.host_kv_bytes,
+        "stall_s": result.stall_s,
         "fits": memory.fits,
         "bound": result.bound,
     }
@@ -176,6 +191,8 @@ FIGURES: Mapping[str, Any] = dict.fromkeys(
         "weights_bytes",
         "kv_bytes",
         "activation_bytes",
+        "host_bytes",
+        "stall_s",
     ),
     np.nan,
 ) | {"fits": False, "bound": -1}
@@ -187,25 +204,56 @@ def _cast_row(
 ) -> Origin:
     """Cast one structure at every point and write its figures to `row`; returns the origin of its latency."""
     backend = load_backend(device.default_backend if scenario.backend is None else scenario.backend)
-    lengths: dict[str, Any] = dict(flat)
+    lengths: dict[str, Any] = {name: values for name, values in flat.items() if name in LENGTHS}
     workload = replace(scenario.workload, **lengths)
     setup = resolve_setup(model, device, backend, scenario, workload.mode)
     classes = request_classes(workload, scenario.mtp)
+    pool = _swept_pool(setup, scenario, flat)
     size = len(next(iter(row.values())))
     origins: list[Origin] = []
     for start in range(0, size, CHUNK):
-        result = cast_structure(setup, Pricing(device, backend), _chunk(classes, start), scenario)
+        part = slice(start, start + CHUNK)
+        pricing = Pricing(device, backend, num_devices=setup.mesh.num_devices)
+        result = cast_structure(setup, pricing, _chunk(classes, part), scenario, _pool_chunk(pool, part))
         for name, figure in _figures(result).items():
-            row[name][start : start + CHUNK] = figure
+            row[name][part] = figure
         origins.append(result.origin)
     return weakest(origins)
 
 
-def _chunk(classes: Sequence[RequestClass], start: int) -> tuple[RequestClass, ...]:
-    def cut(dim: Any) -> Any:
-        return dim[start : start + CHUNK] if isinstance(dim, np.ndarray) else dim
+def _swept_pool(setup: Setup, scenario: Scenario, flat: Mapping[str, Array]) -> Pool | None:
+    """The pools of a structure at every point. Raises CastoffError for arrays that it has no use for."""
+    swept = {name: flat[name] for name in POOLS if name in flat}
+    # An array says what its flag would, once.
+    stand_ins = {"hit_rate": 0.0} if "hit_rate" in swept else {}
+    pool, _ = pool_of_step(setup, _with(scenario, stand_ins))
+    if not swept:
+        return pool
+    if pool is None or ("pool_tokens" in swept and scenario.offload.offload == "gather"):
+        raise CastoffError(
+            f"{' and '.join(swept)} {'are' if len(swept) > 1 else 'is'} for decode steps with offload"
+            f"{' serve_install or direct' if 'pool_tokens' in swept else ''}, got offload {scenario.offload.offload}"
+        )
+    if "pool_tokens" in swept:
+        check_pool_multiple(swept["pool_tokens"], scenario.offload.pool[1])
+        check_pool_tokens(pool, swept["pool_tokens"])
+    return replace(pool, tokens=swept.get("pool_tokens", pool.tokens), hit_rate=swept.get("hit_rate", pool.hit_rate))
 
-    return tuple(RequestClass(cut(entry.count), cut(entry.context), cut(entry.query)) for entry in classes)
+
+def _pool_chunk(pool: Pool | None, part: slice) -> Pool | None:
+    if pool is None:
+        return None
+    return replace(pool, tokens=_cut(pool.tokens, part), hit_rate=_cut(pool.hit_rate, part))
+
+
+def _chunk(classes: Sequence[RequestClass], part: slice) -> tuple[RequestClass, ...]:
+    return tuple(
+        RequestClass(_cut(entry.count, part), _cut(entry.context, part), _cut(entry.query, part)) for entry in classes
+    )
+
+
+def _cut(dim: Any, part: slice) -> Any:
+    return dim[part] if isinstance(dim, np.ndarray) else dim
 
 
 def _sort_axes(axes: Mapping[str, object]) -> tuple[dict[str, Array], dict[str, list[object]]]:

@@ -11,16 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from castoff.dims import Dim
 from castoff.model.attention import Weights, attention
 from castoff.model.head import embed, logits_and_sample
-from castoff.model.inputs import AbstractCaches, CacheSource, Selected, StepInputs, abstract_inputs
+from castoff.model.inputs import CacheSource, Selected, StepInputs
 from castoff.model.moe import dense_mlp, moe
 from castoff.model.setup import Setup
 from castoff.model.sharding import join_tokens
-from castoff.model.weights import RankWeights
 from castoff.ops.collectives import send_recv, split_tokens
-from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight, linear
 from castoff.ops.norm import (
     add,
@@ -29,7 +26,7 @@ from castoff.ops.norm import (
     add_rms_norm2_dynamic_quant,
     rms_norm,
 )
-from castoff.ops.program import Program, Recorder, Tensor
+from castoff.ops.program import Tensor
 from castoff.ops.tokens import concat, select_rows
 from castoff.spec.mesh import Group
 
@@ -79,30 +76,6 @@ class PassOutput:
     topk_TK: Tensor | None
     rows_TK: Tensor | None = None
     chosen: tuple[Tensor, ...] = ()
-
-
-def record_step(setup: Setup, lengths: Lengths, busy_ranks: Dim | None = None, *, repeat: bool = True) -> Program:
-    """The program of one step for a batch of these lengths on the predicted rank.
-
-    busy_ranks: tokens of all attention-DP ranks over those of this one; None means that all are as full.
-    repeat: record each kind of layer once; False records every layer.
-    """
-    recorder = Recorder(repeat=repeat)
-    busy: Dim = setup.mesh.dp.size if busy_ranks is None else busy_ranks
-    decoder = Decoder(setup, RankWeights(setup, recorder), AbstractCaches(setup, lengths, recorder), recorder)
-    main = decoder.main_pass(abstract_inputs(setup, lengths, busy, recorder), last=setup.mode == "prefill")
-    hidden_TD = main.hidden_TD
-    topk_TK: Tensor | None = None
-    for draft in range(setup.mtp.num_mtp_tokens):
-        window: Dim = 1 + setup.mtp.num_mtp_tokens if setup.mtp_window == "every" else 1
-        own = lengths if draft == 0 else lengths.with_query(window, grown_by=draft)
-        hidden_TD = hidden_TD.view(own.tokens, setup.model.hidden_size)
-        reuses = topk_TK is not None and setup.shares_topk_among_drafts
-        given_TK = topk_TK.view(own.tokens, topk_TK.shape[1]) if topk_TK is not None and reuses else None
-        inputs = abstract_inputs(setup, own, busy, recorder)
-        call = decoder.draft_call(inputs, hidden_TD, Selected(given_TK), draft=draft, last=True)
-        hidden_TD, topk_TK = call.hidden_TD, call.topk_TK
-    return recorder.program
 
 
 class Decoder:

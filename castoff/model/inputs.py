@@ -29,7 +29,7 @@ class OffloadInputs:
     request_slots_B: Tensor
     ring_first_B: Tensor
     buffer_tables: Tensor | None = None
-    stored: tuple[int, int, tuple[int, ...]] = (0, 0, ())
+    stored: tuple[Dim, Dim, tuple[int, ...]] = (0, 0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,9 @@ class StepInputs:
         return self.seq_lens_B.shape[0]  # type: ignore[no-any-return]
 
 
-def abstract_inputs(setup: Setup, lengths: Lengths, busy_ranks: Dim, recorder: Recorder) -> StepInputs:
+def abstract_inputs(
+    setup: Setup, lengths: Lengths, busy_ranks: Dim, recorder: Recorder, offload: OffloadInputs | None = None
+) -> StepInputs:
     """Inputs without data for a batch of these lengths."""
     tokens, rope = lengths.tokens, setup.model.qk_rope_head_dim
     return StepInputs(
@@ -82,6 +84,7 @@ def abstract_inputs(setup: Setup, lengths: Lengths, busy_ranks: Dim, recorder: R
         longest=lengths.longest,
         lengths=lengths,
         busy_ranks=busy_ranks,
+        offload=offload,
     )
 
 

@@ -38,7 +38,7 @@ from castoff.ops.offload_plan import (
     plan_serve,
 )
 from castoff.ops.offload_rows import fetch, install, load_rows, serve, store_rows, write_to_host
-from castoff.ops.program import Tensor
+from castoff.ops.program import Abstract, Tensor
 from castoff.spec.offload import Offload
 
 torch = lazy.load("torch")
@@ -65,12 +65,13 @@ class Streams(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """An index group on the device: its layers, owner first, what is known of their pools, and counts so far."""
+    """An index group on the device: its layers, owner first, what is known of their pools, and counts so far, which a
+    cast has none of."""
 
     index: int
     layers: tuple[int, ...]
     state: PoolState
-    figures_C: Tensor
+    figures_C: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,8 @@ class _Offloaded:
         write_to_host(self.rows.region, _of(inputs).own_rows_T, self.rows.host, inputs.slot_mapping_T)
 
     def _count(self, figures_BC: Tensor) -> None:
-        self.group.figures_C.add_(figures_BC.sum(0))
+        if self.group.figures_C is not None:
+            self.group.figures_C.add_(figures_BC.sum(0))
 
     def _plan_inputs(self, inputs: StepInputs) -> PlanInputs:
         own = _of(inputs)
@@ -234,15 +236,13 @@ class ServeInstallRows(_Offloaded):
             self.streams.wait(("group installed", self.layer))
             plan = plan_serve(selected.topk_TK, self._plan_inputs(inputs), self.group.state, self.memory.sizes)
             self._count(plan.figures_BC)
-            sources_TK = plan.sources_TK
-            positions_TK = torch.arange(sources_TK.numel(), dtype=torch.int32, device=sources_TK.device)
-            rows_TK = torch.where(sources_TK == -1, -1, positions_TK.view(sources_TK.shape))
-            lists = (sources_TK, plan.ids_BX, plan.to_rows_BX, plan.from_BX, plan.counts_B, plan.figures_BC)
-            selected = Selected(selected.topk_TK, rows_TK, lists)
+            lists = (plan.sources_TK, plan.ids_BX, plan.to_rows_BX, plan.from_BX, plan.counts_B, plan.figures_BC)
+            selected = Selected(selected.topk_TK, _places(plan.sources_TK), lists)
         self.streams.wait(("installed", self.layer))
         self._write(inputs)
         rows = self.rows
-        serve(rows.host, inputs.block_tables, _serve_plan(selected), rows.region, rows.selection)
+        hosted = self.memory.sizes.hosted
+        serve(rows.host, inputs.block_tables, _serve_plan(selected), rows.region, rows.selection, hosted=hosted)
         self.streams.record(("served", self.layer))
         return AttendedRows(rows.selection, selected.rows_TK), selected
 
@@ -334,6 +334,14 @@ def _buffer(layer: int) -> int:
 def _of(inputs: StepInputs) -> OffloadInputs:
     assert inputs.offload is not None, "a call over offloaded rows is told where they lie"
     return inputs.offload
+
+
+def _places(sources_TK: Tensor) -> Tensor:
+    """The row of the selection buffer that each place has: the place itself; −1 where nothing is selected."""
+    if isinstance(sources_TK, Abstract):
+        return sources_TK
+    positions_TK = torch.arange(sources_TK.numel(), dtype=torch.int32, device=sources_TK.device)
+    return torch.where(sources_TK == -1, -1, positions_TK.view(sources_TK.shape))
 
 
 def _with_rows(selected: Selected, plan: RowPlan) -> Selected:

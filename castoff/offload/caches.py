@@ -233,6 +233,7 @@ class OffloadedCaches:
 
 def _figures(group: GroupMemory) -> dict[str, int]:
     """The counts of a group so far, by name."""
+    assert group.figures_C is not None, "a run counts"
     return {name: int(value) for name, value in zip(STATS, group.figures_C.tolist(), strict=True)}
 
 

@@ -207,7 +207,7 @@ def write_to_host(region: Tensor, own_rows_T: Tensor, host: Tensor, slot_mapping
     HOST_ROW_WRITE(region, own_rows_T, host, slot_mapping_T)
 
 
-def store_rows(buffer: Tensor, host: Tensor, start: int, end: int, blocks: tuple[int, ...]) -> None:
+def store_rows(buffer: Tensor, host: Tensor, start: Dim, end: Dim, blocks: tuple[int, ...]) -> None:
     """Copy positions start to end of one request from a buffer in their order to its blocks in host memory.
 
     buffer: (blocks, block tokens, D). Mutates host. Copies may still go on when this returns, in the stream's order.
@@ -215,6 +215,6 @@ def store_rows(buffer: Tensor, host: Tensor, start: int, end: int, blocks: tuple
     STORE_ROWS(buffer, host, start=start, end=end, blocks=blocks)
 
 
-def load_rows(host: Tensor, buffer: Tensor, end: int, blocks: tuple[int, ...]) -> None:
+def load_rows(host: Tensor, buffer: Tensor, end: Dim, blocks: tuple[int, ...]) -> None:
     """Copy the first `end` positions of one request from its blocks in host memory into a buffer. Mutates buffer."""
     LOAD_ROWS(host, buffer, end=end, blocks=blocks)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from castoff.dims import Array
 from castoff.errors import CastoffError
 from castoff.spec.checks import check_value, declared
 
@@ -109,11 +112,17 @@ def check_offload(offload: Offload) -> None:
             )
     if offload.ways is not None and not 1 <= offload.ways <= MOST_WAYS:
         raise CastoffError(f"--ways must be from 1 to {MOST_WAYS}, got {offload.ways}")
-    ways = offload.ways or WAYS
-    if offload.pool_tokens is not None and (offload.pool_tokens < 1 or offload.pool_tokens % ways):
+    if offload.pool_tokens is not None:
+        check_pool_multiple(np.asarray(offload.pool_tokens), offload.ways or WAYS)
+
+
+def check_pool_multiple(pool_tokens: Array, ways: int) -> None:
+    """Raise CastoffError for a size that is no positive multiple of the ways."""
+    wrong = pool_tokens[(pool_tokens < 1) | (pool_tokens % ways != 0)]
+    if wrong.size:
         raise CastoffError(
-            f"--pool-tokens must be a positive multiple of --ways {ways}, got {offload.pool_tokens}; "
-            f"the nearest is {max(round(offload.pool_tokens / ways), 1) * ways}"
+            f"--pool-tokens must be a positive multiple of --ways {ways}, got {wrong[0]:.0f}; "
+            f"the nearest is {max(round(wrong[0] / ways), 1) * ways}"
         )
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from castoff.casting.prediction import Cast
+from castoff.casting.rank import Cast
 from castoff.spec.device import Device, DeviceMemory
 from tests.casting.strategies import cast_step, scenario
 from tests.generators import ASCEND, GLM_52, device, model

@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 
-from castoff.casting.prediction import Cast
+from castoff.casting.rank import Cast
 from castoff.casting.price import Price
 from castoff.ops.program import OpCall
 from castoff.spec.device import Device

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from castoff.casting.prediction import Cast, cast_structure
+from castoff.casting.rank import Cast, cast_structure
 from castoff.casting.price import Pricing
 from castoff.model.setup import resolve_setup
 from castoff.spec.backend import Backend, load_backend

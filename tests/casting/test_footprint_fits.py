@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from castoff import cast
 from castoff.casting.footprint import Footprint
-from castoff.casting.prediction import GIB
+from castoff.casting.rank import GIB
 from tests.casting.footprints import H200, with_memory
 from tests.casting.strategies import Case, cases, cast_step, scenario
 from tests.generators import ASCEND, DEEPSEEK_V32, GLM_52, setup_of

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castoff import sweep
-from castoff.casting.prediction import Cast
+from castoff.casting.rank import Cast
 from castoff.casting.price import BOUNDS
 from castoff.casting.sweep import CHUNK, CONTINUOUS, SweepResult
 from castoff.dims import Array

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from castoff.casting.price import CORES, LINKS, Price, Prices
 from castoff.casting.timeline import Span, place, schedule, spans
-from castoff.model.decoder import record_step
+from castoff.model.record import record_step
 from castoff.ops.lengths import Lengths
 from castoff.ops.program import MAIN, Abstract, Op, OpCall, Program, Recorder, Shapes
 from castoff.ops.work import Work

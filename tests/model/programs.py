@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from castoff.model.decoder import record_step
+from castoff.model.record import record_step
 from castoff.ops.lengths import Lengths
 from castoff.ops.program import BlockCall, OpCall, Program
 from castoff.spec.model import ModelSpec

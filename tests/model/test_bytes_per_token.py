@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from castoff.casting.footprint import Footprint, footprint
-from castoff.model.decoder import record_step
+from castoff.model.record import record_step
 from castoff.ops.lengths import Lengths
 from castoff.spec.backend import load_backend
 from castoff.spec.quant import AttentionAction, cache_format

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from castoff.model.decoder import record_step
+from castoff.model.record import record_step
 from castoff.ops.lengths import Lengths
 from castoff.ops.program import MAIN, BlockCall
 from castoff.spec.quant import AttentionAction, LinearAction

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from castoff.model.decoder import record_step
+from castoff.model.record import record_step
 from castoff.model.setup import stage_starts
 from castoff.ops.program import OpCall
 from castoff.spec.scenario import (

@@ -1,0 +1,137 @@
+"""What offload does to a step, and where it begins to pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from castoff.casting.hits import Pool
+from castoff.casting.largest import largest_batch
+from castoff.casting.price import Pricing
+from castoff.casting.rank import Cast, cast_structure, offload_cast
+from castoff.dims import Dim
+from castoff.model.offload_sizes import Extent, offload_bytes, offloaded_groups
+from castoff.model.setup import Setup
+from castoff.ops.offload_plan import PoolSizes
+from castoff.spec.offload import Offload
+from castoff.spec.scenario import RequestClass, Scenario
+
+# Hit rates that are tried, and between which a straight line is drawn.
+_HIT_RATES = np.linspace(0.0, 1.0, 65)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadFigures:
+    """Of one rank in one decode step.
+
+    hit_rate: of the selected rows. link_bytes, written_bytes: read from the host, and written there.
+    stall_s: what the latency would lack with a link that takes no time. latency_low_s, latency_high_s: with the misses
+    at the ends of the profile's spread.
+    break_even_context_tokens: from here on a request takes less device memory with offload than without.
+    break_even_hit_rate: from here on the largest batch that fits gives more tokens per second than the largest one that
+    fits without offload; 0 where that is so without any hit, None where it never is.
+    batch_without, tokens_per_s_without: of the largest batch without offload, per attention-DP rank and in all; 0 where
+    no request fits. batch_with, tokens_per_s_with: likewise with offload, at this hit rate.
+    """
+
+    hit_rate: float
+    unique_misses: float
+    link_bytes: float
+    written_bytes: float
+    stall_s: float
+    latency_low_s: float
+    latency_high_s: float
+    break_even_context_tokens: float
+    break_even_hit_rate: float | None
+    batch_without: int
+    tokens_per_s_without: float
+    batch_with: int
+    tokens_per_s_with: float
+
+
+def offload_figures(
+    setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario, pool: Pool, cast: Cast
+) -> OffloadFigures:
+    """The figures of a scenario that was cast."""
+    assert cast.reads is not None, "a decode step with offload reads"
+    low, high = _spread(setup, pricing, classes, scenario, pool)
+    longest = max(classes, key=lambda entry: int(entry.context + entry.query))
+    resident = replace(scenario, offload=Offload())
+    batch_without = largest_batch(setup, pricing, longest, resident)
+    batch_with = largest_batch(setup, pricing, longest, scenario, pool)
+    ranks = setup.mesh.dp.size
+
+    def tokens_per_s(batch: int, scenario: Scenario, pool: Pool | None) -> Dim:
+        requests = RequestClass(batch * ranks, longest.context, longest.query)
+        return cast_structure(setup, pricing, [requests], scenario, pool).tokens_per_s if batch else 0.0
+
+    without = float(tokens_per_s(batch_without, resident, None))
+    swept = tokens_per_s(batch_with, scenario, replace(pool, hit_rate=_HIT_RATES))
+    reads, writes = _link_bytes(cast)
+    places = cast.batch.micro.tokens * (setup.topk_limit or 0) / cast.batch.micro.requests
+    return OffloadFigures(
+        hit_rate=float(cast.reads.hits),
+        unique_misses=float(cast.reads.listed * places),
+        link_bytes=reads,
+        written_bytes=writes,
+        stall_s=float(cast.stall_s),
+        latency_low_s=low,
+        latency_high_s=high,
+        break_even_context_tokens=break_even_context_tokens(setup, scenario.offload, pool),
+        break_even_hit_rate=_crossing(swept, without) if batch_with else None,
+        batch_without=batch_without,
+        tokens_per_s_without=without,
+        batch_with=batch_with,
+        tokens_per_s_with=float(tokens_per_s(batch_with, scenario, pool)),
+    )
+
+
+def break_even_context_tokens(setup: Setup, options: Offload, pool: Pool) -> float:
+    """Tokens whose rows take as much of the device as a request's share of what offload holds there."""
+
+    def held(requests: int) -> float:
+        sizes: PoolSizes = offload_cast(setup, options, requests, pool).sizes
+        extent = Extent(requests=requests, host_rows=0, prompt_rows=0)
+        return float(offload_bytes(groups, setup, options, sizes, extent, row_bytes=row_bytes).device)
+
+    groups, row_bytes = offloaded_groups(setup, options), setup.cache.latent_row_bytes
+    return (held(2) - held(1)) / (sum(len(group) for group in groups) * row_bytes)
+
+
+def _spread(
+    setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario, pool: Pool
+) -> tuple[float, float]:
+    """Latency with the least and the most misses that the profile holds possible."""
+    curve = pool.curve
+    mean = np.maximum(curve.at("unique_misses", pool.tokens), 1e-9)
+    ends = [curve.at(figure, pool.tokens) / mean for figure in ("unique_misses_low", "unique_misses_high")]
+    if pool.hit_rate is not None:
+        ends = [1.0, 1.0]
+    cast = cast_structure(setup, pricing, classes, scenario, replace(pool, miss_scale=np.array(ends, np.float64)))
+    low, high = np.broadcast_to(cast.latency_s, 2).tolist()
+    return low, high
+
+
+def _crossing(swept: Dim, without: float) -> float | None:
+    """The least hit rate at which `swept`, which rises with it, reaches `without`; None where it never does."""
+    values = np.maximum.accumulate(np.broadcast_to(swept, _HIT_RATES.shape))
+    if values[-1] < without:
+        return None
+    at = int(np.argmax(values >= without))
+    if at == 0:
+        return 0.0
+    share = (without - values[at - 1]) / (values[at] - values[at - 1])
+    return float(_HIT_RATES[at - 1] + share * (_HIT_RATES[at] - _HIT_RATES[at - 1]))
+
+
+def _link_bytes(cast: Cast) -> tuple[float, float]:
+    """Bytes that a step of this rank reads from the host, and writes there."""
+    reads = writes = 0.0
+    for block, count in cast.program.counts.items():
+        for call in block.calls:
+            for part in call.work.parts:
+                reads += count * float(part.host_read_bytes)
+                writes += count * float(part.host_write_bytes)
+    return reads, writes

@@ -1,0 +1,221 @@
+"""Casting one structure: the rank that a batch loads most, its program, prices, timeline and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from castoff.casting.footprint import Footprint, footprint
+from castoff.casting.hits import Pool, Reads, expected_reads
+from castoff.casting.price import BOUNDS, Prices, Pricing, longest_term, price_program, without_link
+from castoff.casting.timeline import Timeline, schedule
+from castoff.dims import Array, Dim, ceil_div, maximum
+from castoff.errors import CastoffError
+from castoff.model.offload_sizes import pool_sizes
+from castoff.model.record import OffloadCast, record_step
+from castoff.model.setup import Setup
+from castoff.ops.lengths import Lengths
+from castoff.ops.program import Program
+from castoff.spec.backend import Origin, weakest
+from castoff.spec.offload import Offload
+from castoff.spec.scenario import Mode, RequestClass, Scenario, deal_to_rank
+
+GIB = 2**30
+MOST_RESERVED_GIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The requests of a rank: those whose caches it holds, and those of one pipeline micro-batch.
+
+    resident: of the rank with the longest requests. micro: of the rank that is timed, see `dealings`.
+    in_flight: micro-batches, at most one per pipeline stage.
+    busy_ranks: new tokens of all attention-DP ranks in one micro-batch over those of the timed one; dp_size where all
+        ranks are equally full.
+    computed_tokens: new tokens of the whole deployment.
+    """
+
+    classes: tuple[RequestClass, ...]
+    resident: Lengths
+    micro: Lengths
+    in_flight: Dim
+    busy_ranks: Dim
+    requests: Dim
+    computed_tokens: Dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Cast:
+    """One structure, cast: everything that a scalar prediction and a sweep have in common.
+
+    stall_s: how much of the latency is due to the link to host memory; 0 without offload. reads: of a decode step with
+    offload.
+    """
+
+    setup: Setup
+    batch: Batch
+    program: Program
+    prices: Prices
+    timeline: Timeline
+    footprint: Footprint
+    latency_s: Dim
+    host_s: float
+    stall_s: Dim
+    reads: Reads | None
+    bound: int | Array
+    origin: Origin
+    tokens_per_s: Dim
+    throughput_origin: Origin
+
+
+def cast_structure(
+    setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario, pool: Pool | None = None
+) -> Cast:
+    """Record, price and place one structure for a batch, which may hold arrays of scenarios.
+
+    pool: of a decode step with offload; other than the scenario says where it is swept.
+    """
+    casts = [_cast_rank(setup, pricing, dealt, scenario, pool) for dealt in dealings(classes)]
+    return max(casts, key=lambda result: float(result.latency_s)) if len(casts) > 1 else casts[0]
+
+
+def dealings(classes: Sequence[RequestClass]) -> list[tuple[RequestClass, ...]]:
+    """Orders in which a ragged batch is dealt to ranks and micro-batches, of which the slowest outcome counts.
+
+    The first of the ranks gets the most new tokens in one, the most pairs of a query and a position it sees in the
+    other; either may take longest.
+    """
+    if len(classes) == 1:
+        return [tuple(classes)]
+    by_tokens = sorted(classes, key=lambda entry: (-int(entry.query), -int(entry.context)))
+    by_pairs = sorted(classes, key=lambda entry: -int(entry.query) * (2 * int(entry.context) + int(entry.query)))
+    return [tuple(by_tokens)] if by_tokens == by_pairs else [tuple(by_tokens), tuple(by_pairs)]
+
+
+def _cast_rank(
+    setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario, pool: Pool | None
+) -> Cast:
+    """Cast the first rank when requests are dealt in the order of their classes."""
+    batch = batch_of_rank(setup, classes)
+    reads = expected_reads(pool, batch.micro) if pool is not None else None
+    options = scenario.offload
+    offload = offload_cast(setup, options, batch.micro.requests, pool, reads) if options.offloads else None
+    program = record_step(
+        setup, batch.micro, batch.busy_ranks, repeat=not scenario.disable_repetition, offload=offload
+    )  # fmt: skip
+    prices = price_program(program, pricing)
+    timeline = schedule(program, prices)
+    host_s = pricing.backend.host_s_per_step[setup.mode]
+    latency_s = _latency(timeline, batch, setup.mode) + host_s
+    stall_s: Dim = 0.0
+    if offload is not None:
+        unlinked = schedule(program, price_program(program, without_link(pricing)))
+        stall_s = latency_s - host_s - _latency(unlinked, batch, setup.mode)
+    origins = {price.origin for block in prices.values() for price in block}
+    origin = weakest(
+        [*origins, *([pricing.backend.host_origin] if host_s else []), *([pool.origin] if pool is not None else [])]
+    )
+    gained: Dim = batch.computed_tokens if setup.mode == "prefill" else batch.requests * setup.mtp.tokens_per_step
+    assumed_acceptance = setup.mode == "decode" and setup.mtp.acceptance_is_assumed
+    return Cast(
+        setup=setup,
+        batch=batch,
+        program=program,
+        prices=prices,
+        timeline=timeline,
+        footprint=footprint_of(setup, pricing, program, batch, scenario, pool),
+        latency_s=latency_s,
+        host_s=host_s,
+        stall_s=stall_s,
+        reads=reads,
+        bound=_bound(program, prices),
+        origin=origin,
+        tokens_per_s=gained / latency_s,
+        throughput_origin=weakest([origin, "assumed"]) if assumed_acceptance else origin,
+    )
+
+
+def offload_cast(
+    setup: Setup, options: Offload, requests: Dim, pool: Pool | None, reads: Reads | None = None
+) -> OffloadCast:
+    """Offload of so many requests."""
+    sizes = pool_sizes(setup, options, requests, pool_tokens=None if pool is None else pool.tokens)
+    if reads is not None:
+        sizes = replace(sizes, listed=reads.listed, hosted=reads.hosted)
+    return OffloadCast(options, sizes)
+
+
+def batch_of_rank(setup: Setup, classes: Sequence[RequestClass]) -> Batch:
+    """Deal a batch to the heaviest attention-DP rank and cut it into pipeline micro-batches."""
+    ranks, stages = setup.mesh.dp.size, setup.mesh.pp.size
+    longest_first = classes if len(classes) == 1 else sorted(classes, key=total_tokens, reverse=True)
+    resident = Lengths(deal_to_rank(longest_first, ranks))
+    part = Lengths(deal_to_rank(classes, ranks * stages))
+    requests: Dim = 0
+    computed: Dim = 0
+    for entry in classes:
+        requests, computed = requests + entry.count, computed + entry.count * entry.query
+    in_flight = ceil_div(resident.requests, part.requests)
+    return Batch(
+        classes=tuple(classes),
+        resident=resident,
+        micro=part,
+        in_flight=in_flight,
+        busy_ranks=computed / (in_flight * part.tokens),
+        requests=requests,
+        computed_tokens=computed,
+    )
+
+
+def total_tokens(entry: RequestClass) -> int:
+    return int(entry.context + entry.query)
+
+
+def _latency(timeline: Timeline, batch: Batch, mode: Mode) -> Dim:
+    """A step of all micro-batches, which follow each other through the stages, spaced by the slowest stage.
+
+    In decode a micro-batch enters the first stage again when it has left the last one and the others have passed: the
+    pipeline never drains. A prefill ends when the last micro-batch has left.
+    """
+    slowest: Dim = 0.0
+    for seconds in timeline.stage_s:
+        slowest = maximum(slowest, seconds)
+    if mode == "decode":
+        return maximum(timeline.end_s, batch.in_flight * slowest)
+    return timeline.end_s + (batch.in_flight - 1) * slowest
+
+
+def _bound(program: Program, prices: Prices) -> int | Array:
+    """The term of BOUNDS that the op times, each counted for its longest term, add up to most."""
+    sums: list[Dim] = [0.0] * len(BOUNDS)
+    for block, count in program.counts.items():
+        for price in prices[block]:
+            bound = price.bound
+            if isinstance(bound, int):
+                sums[bound] = sums[bound] + count * price.seconds
+            else:
+                for index, term in enumerate(price.terms):
+                    if isinstance(term, np.ndarray) or term:
+                        sums[index] = sums[index] + np.where(bound == index, count * price.seconds, 0.0)
+    return longest_term(sums)
+
+
+def footprint_of(
+    setup: Setup, pricing: Pricing, program: Program, batch: Batch, scenario: Scenario, pool: Pool | None
+) -> Footprint:
+    options = scenario.offload
+    if not 0 <= scenario.reserved_memory_gb <= MOST_RESERVED_GIB:
+        raise CastoffError(
+            f"--reserved-memory-gb must be from 0 to {MOST_RESERVED_GIB}, got {scenario.reserved_memory_gb:g}"
+        )
+    return footprint(
+        setup,
+        pricing.device,
+        pricing.backend,
+        program,
+        batch.resident,
+        reserved_bytes=scenario.reserved_memory_gb * GIB,
+        offload=offload_cast(setup, options, batch.resident.requests, pool) if options.offloads else None,
+    )
