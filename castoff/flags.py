@@ -23,6 +23,7 @@ from castoff.errors import CastoffError
 from castoff.runtime.distributed import RunParallel
 from castoff.runtime.options import RunOptions
 from castoff.spec.device import shipped_devices
+from castoff.spec.hit_profile import Hits
 from castoff.spec.model import shipped_models
 from castoff.spec.offload import Offload
 from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, Scenario, Workload
@@ -174,6 +175,8 @@ class Structure:
     quant: Annotated[Quant, _group("Number formats", 3)] = field(default_factory=Quant)
     mtp: Annotated[Mtp, _group("Speculation", 4)] = field(default_factory=Mtp)
     compilation: Annotated[Compilation, _group("Compilation", 5)] = field(default_factory=Compilation)
+    offload: Annotated[Offload, _group("KV offload", 6)] = field(default_factory=Offload)
+    hits: Annotated[Hits, _group("KV offload", 6)] = field(default_factory=Hits)
 
     def scenario(self, workload: Workload) -> Scenario:
         """The scenario of these flags; raises CastoffError for compiler options without --compile."""
@@ -188,6 +191,8 @@ class Structure:
             quant=self.quant,
             mtp=self.mtp,
             compilation=compilation,
+            offload=self.offload,
+            hits=self.hits,
             backend=self.backend,
         )
 
@@ -274,14 +279,15 @@ class OutputFlags:
 
 WorkloadGroup = Annotated[WorkloadFlags, _group("Workload", 1)]
 StructureGroup = Annotated[Structure, _group("Deployment", 2)]
-StepGroup = Annotated[StepFlags, _group("Pricing", 6)]
+StepGroup = Annotated[StepFlags, _group("Pricing", 7)]
 RunGroup = Annotated[RunOptions, _group("Run", 1)]
 RunParallelGroup = Annotated[RunParallel, _group("Parallelism", 2)]
 OffloadGroup = Annotated[Offload, _group("KV offload", 3)]
-OutputGroup = Annotated[OutputFlags, _group("Output", 7)]
+OutputGroup = Annotated[OutputFlags, _group("Output", 8)]
 DOCUMENTED = (
     RunOptions,
     Offload,
+    Hits,
     Scenario,
     Workload,
     Parallel,

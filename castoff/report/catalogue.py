@@ -10,7 +10,7 @@ from rich.text import Text
 
 from castoff.errors import CastoffError
 from castoff.model.weights import model_parameters
-from castoff.report.tables import facts_table, table
+from castoff.report.grid import facts_table, table
 from castoff.report.units import bandwidth, count, flops_rate, gib_text, microseconds
 from castoff.spec.backend import Backend
 from castoff.spec.device import Device, LinkTier

@@ -13,11 +13,13 @@ from castoff.report.words import verdict
 
 _FOOTPRINT_KEYS = (
     "device_bytes_capacity",
+    "host_bytes_capacity",
     "weights_bytes",
     "kv_bytes",
     "indexer_cache_bytes",
     "pool_bytes",
     "selection_bytes",
+    "staging_bytes",
     "metadata_bytes",
     "activation_bytes",
     "communication_bytes",
@@ -49,6 +51,8 @@ def prediction_json(report: StepReport) -> dict[str, Any]:
         "fits": prediction.fits,
         "max_batch_per_device": prediction.largest.max_batch_per_device,
         "max_context_length": prediction.largest.max_context_length,
+        "stall_s": float(cast.stall_s),
+        "offload": plain(prediction.offload),
         "footprint": footprint_json(prediction.footprint),
         "streams": report.stream_s,
         "ops": [_op(summary) for summary in report.ops],

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from castoff.casting.rank import batch_of_rank
 from castoff.casting.price import call_key
+from castoff.casting.rank import batch_of_rank
 from castoff.model.record import record_step
 from castoff.model.setup import Setup, resolve_setup
 from castoff.ops.program import Abstract, OpCall

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -12,6 +11,8 @@ from castoff.casting.footprint import Footprint
 from castoff.casting.price import BOUNDS
 from castoff.casting.summary import BucketSummary, OpSummary, kind_summaries
 from castoff.dims import largest
+from castoff.report.grid import table
+from castoff.report.offload_table import offload_table
 from castoff.report.step import StepReport
 from castoff.report.units import count, gib, giga, mib, microseconds, milliseconds, percent, rate
 from castoff.report.words import coverage_text, misfit, verdict, what_is_cast
@@ -22,6 +23,7 @@ _FOOTPRINT_ROWS = (
     ("indexer cache", "indexer_cache_bytes"),
     ("pool", "pool_bytes"),
     ("selection buffers", "selection_bytes"),
+    ("staging", "staging_bytes"),
     ("metadata", "metadata_bytes"),
     ("activations", "activation_bytes"),
     ("communication buffers", "communication_bytes"),
@@ -46,27 +48,15 @@ def step_tables(
     buckets = [bucket for op in report.ops if op.name == "dsa_indexer" for bucket in op.buckets.values()]
     if buckets:
         parts.append(_bucket_table(buckets))
-    parts += [_kind_table(report), _stream_table(report), _footprint_table(prediction.footprint), _summary(report)]
+    parts += [_kind_table(report), _stream_table(report), _footprint_table(prediction.footprint)]
+    if prediction.offload is not None:
+        parts.append(offload_table(prediction, prediction.offload))
+    parts.append(_summary(report))
     if report.coverage is not None:
         parts.append(Text(coverage_text(report.coverage)))
     parts += [Text(f"note: {note}", "yellow") for note in report.notes]
     parts.append(Text(verdict(report), "bold green" if prediction.fits else "bold red"))
     return parts
-
-
-def table(title: str, columns: Iterable[str], *, left: int = 1) -> Table:
-    """An empty table whose first `left` columns are words and the others numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index < left else "right", no_wrap=True)
-    return made
-
-
-def facts_table(title: str) -> Table:
-    """An empty table of facts and their values."""
-    made = table(title, ["fact", "value"], left=2)
-    made.columns[1].no_wrap = False
-    return made
 
 
 def _op_table(report: StepReport, ops: Sequence[OpSummary], *, with_shapes: bool, with_bounds: bool) -> Table:
@@ -127,7 +117,10 @@ def _footprint_table(footprint: Footprint) -> Table:
         if size or field == "free_bytes":
             made.add_row("device", what, gib(size), percent(size / capacity))
     made.add_row("device", "capacity", gib(capacity), percent(1), end_section=True)
-    made.add_row("host", "KV cache, per device", gib(largest(footprint.host_kv_bytes)), "")
+    host_bytes = largest(footprint.host_kv_bytes)
+    made.add_row("host", "KV cache, per device", gib(host_bytes), percent(host_bytes / footprint.host_bytes_capacity))
+    if host_bytes:
+        made.add_row("host", "capacity, per device", gib(footprint.host_bytes_capacity), percent(1))
     return made
 
 
@@ -141,6 +134,8 @@ def _summary(report: StepReport) -> Table:
     if prediction.mode == "decode" and cast.setup.mtp.num_mtp_tokens:
         per_token = prediction.latency_s / cast.setup.mtp.tokens_per_step
         made.add_row("time per output token", milliseconds(per_token), "ms", cast.throughput_origin)
+    if prediction.offload is not None:
+        made.add_row("of it, stall of the host link", milliseconds(prediction.offload.stall_s), "ms", cast.origin)
     made.add_row("throughput", rate(prediction.tokens_per_s), "tokens/s", cast.throughput_origin)
     per_device = rate(prediction.tokens_per_s_per_device)
     made.add_row("throughput per device", per_device, "tokens/s/device", cast.throughput_origin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from castoff.report.tables import facts_table
+from castoff.report.grid import facts_table
 from castoff.report.units import count, gib_text
 from castoff.trace.reader import Trace
 from castoff.trace.summary import TraceSummary

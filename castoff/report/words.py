@@ -28,10 +28,13 @@ def misfit(prediction: Prediction) -> str | None:
     if prediction.fits:
         return None
     memory = prediction.footprint
-    return (
-        f"DOES NOT FIT: {gib_text(largest(memory.used_bytes))} are needed on a device of "
-        f"{gib_text(memory.device_bytes_capacity)}. {what_fits(prediction)}"
-    )
+    if not memory.fits_device:
+        where = "on a device of"
+        needed, capacity = largest(memory.used_bytes), float(memory.device_bytes_capacity)
+    else:
+        where = "of a device's share of host memory,"
+        needed, capacity = largest(memory.host_kv_bytes), memory.host_bytes_capacity
+    return f"DOES NOT FIT: {gib_text(needed)} are needed {where} {gib_text(capacity)}. {what_fits(prediction)}"
 
 
 def what_fits(prediction: Prediction) -> str:
@@ -65,7 +68,11 @@ def verdict(report: StepReport) -> str:
             "on a device"
         )
     else:
-        fits = f"it does not fit: {gib_text(-largest(memory.free_bytes))} too much on a device"
+        over = -largest(memory.free_bytes)
+        where = "on a device"
+        if memory.fits_device:
+            over, where = largest(memory.host_kv_bytes) - memory.host_bytes_capacity, "of host memory per device"
+        fits = f"it does not fit: {gib_text(over)} too much {where}"
     return (
         f"Bound by {bound}: the step waits for {_WAITS_FOR[bound]} in {percent(share)} of its op time, most of it in "
         f"{top.name}; {fits}."
@@ -90,6 +97,10 @@ def what_is_cast(prediction: Prediction) -> list[str]:
         formats.append(
             f"{_number(mtp.num_mtp_tokens, 'MTP token')} ({mtp.tokens_per_step:.2f} gained per decode step{assumed})"
         )
+    offload = scenario.offload
+    if offload.offloads:
+        pool = f", pools of {count(offload.pool[0] * offload.pool[1])} tokens in sets of {offload.pool[1]}"
+        formats.append(f"offload {offload.offload}{pool if offload.offload != 'gather' else ''}")
     formats.append("compiled" if scenario.compilation.compile else "not compiled")
     return [
         f"{prediction.model.name}, {prediction.mode}: {_requests(prediction.cast.batch.classes)}",

@@ -2,8 +2,8 @@
 
 from hypothesis import settings
 
-from castoff.casting.rank import Cast
 from castoff.casting.price import Price
+from castoff.casting.rank import Cast
 from castoff.ops.program import OpCall
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from castoff.casting.rank import Cast, cast_structure
 from castoff.casting.price import Pricing
+from castoff.casting.rank import Cast, cast_structure
 from castoff.model.setup import resolve_setup
 from castoff.spec.backend import Backend, load_backend
 from castoff.spec.device import Device, shipped_devices

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castoff import sweep
-from castoff.casting.rank import Cast
 from castoff.casting.price import BOUNDS
+from castoff.casting.rank import Cast
 from castoff.casting.sweep import CHUNK, CONTINUOUS, SweepResult
 from castoff.dims import Array
 from castoff.errors import CastoffError

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castoff.casting.footprint import Footprint
-from castoff.casting.rank import cast_structure
 from castoff.casting.price import Pricing
+from castoff.casting.rank import cast_structure
 from castoff.model.record import record_step
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
