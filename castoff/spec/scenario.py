@@ -112,7 +112,8 @@ class Quant:
     quantize_non_expert_linear_action: format of the linear layers that are not routed experts; None means the same.
     quantize_lmhead: quantise lm_head too.
     mxfp4_group_size: values per MXFP4 scale.
-    quantize_attention_action: format of the latent KV cache and the indexer cache.
+    quantize_attention_action: format of the latent KV cache.
+    quantize_indexer_action: format of the indexer cache; None means quantize_attention_action.
     """
 
     quantize_linear_action: LinearAction = "W8A8_DYNAMIC"
@@ -120,6 +121,7 @@ class Quant:
     quantize_lmhead: bool = False
     mxfp4_group_size: int = 32
     quantize_attention_action: AttentionAction = "DISABLED"
+    quantize_indexer_action: AttentionAction | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
