@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from castoff.casting.footprint import Footprint, footprint
+from castoff.casting.prefill_peak import prefill_peak_bytes
 from castoff.casting.price import BOUNDS, Bound, Measured, Prices, Pricing, longest_term, price_program
 from castoff.casting.timeline import Timeline, schedule
 from castoff.dims import Array, Dim, ceil_div, largest, maximum
@@ -255,7 +256,7 @@ def _footprint(setup: Setup, pricing: Pricing, program: Program, batch: Batch, s
         raise CastoffError(
             f"--reserved-memory-gb must be from 0 to {MOST_RESERVED_GIB}, got {scenario.reserved_memory_gb:g}"
         )
-    return footprint(
+    step = footprint(
         setup,
         pricing.device,
         pricing.backend,
@@ -263,6 +264,10 @@ def _footprint(setup: Setup, pricing: Pricing, program: Program, batch: Batch, s
         batch.resident,
         reserved_bytes=scenario.reserved_memory_gb * GIB,
     )
+    if scenario.prefill_tokens is None:
+        return step
+    prefill = prefill_peak_bytes(setup, pricing.backend, scenario.prefill_tokens, batch.resident.longest)
+    return replace(step, activation_bytes=maximum(step.activation_bytes, prefill))
 
 
 def largest_that_fits(setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario) -> Largest:

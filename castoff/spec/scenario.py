@@ -179,6 +179,8 @@ class Scenario:
 
     backend: shipped name or path of a backend file; None takes the device's default.
     reserved_memory_gb: GiB of device memory that the model may not use.
+    prefill_tokens: prompt tokens that a rank computes in one pass before it decodes, its share of them under context
+        parallelism; a decode step then needs the memory of that pass too. None counts the step alone.
     disable_repetition: price every layer instead of every kind of layer; changes no result.
     """
 
@@ -189,6 +191,7 @@ class Scenario:
     compilation: Compilation = field(default_factory=Compilation)
     backend: str | None = None
     reserved_memory_gb: float = 0.0
+    prefill_tokens: int | None = None
     disable_repetition: bool = False
 
 

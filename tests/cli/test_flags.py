@@ -55,7 +55,7 @@ def test_every_flag_of_the_scenario(scenario_of: Any) -> None:
         *("--quantize-indexer-action", "FP8"),
         *("--num-mtp-tokens", "3", "--mtp-acceptance-length", "2.5", "--compile", "--no-enable-multistream"),
         *("--enable-sequence-parallel", "--enable-matmul-allreduce", "--enable-dispatch-ffn-combine"),
-        *("--backend", "nvidia", "--reserved-memory-gb", "4", "--disable-repetition"),
+        *("--backend", "nvidia", "--reserved-memory-gb", "4", "--prefill-tokens", "64", "--disable-repetition"),
     )
     assert scenario == Scenario(
         workload=Workload(num_queries=8, query_length=512, context_length=1000, decode=True, prefix_cache_hit_rate=0.5),
@@ -100,6 +100,7 @@ def test_every_flag_of_the_scenario(scenario_of: Any) -> None:
         ),
         backend="nvidia",
         reserved_memory_gb=4,
+        prefill_tokens=64,
         disable_repetition=True,
     )
 
