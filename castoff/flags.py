@@ -245,6 +245,7 @@ class StepFlags:
     """
 
     reserved_memory_gb: float = 0.0
+    prefill_tokens: int | None = None
     disable_repetition: bool = False
     performance_model: Literal["analytic", "profiling"] = "analytic"
     profiling_database: Path | None = None
@@ -256,7 +257,12 @@ class StepFlags:
             if self.profiling_database is not None:
                 given, missing = "--profiling-database", "--performance-model profiling"
             raise CastoffError(f"{given} needs {missing}")
-        return replace(scenario, reserved_memory_gb=self.reserved_memory_gb, disable_repetition=self.disable_repetition)
+        return replace(
+            scenario,
+            reserved_memory_gb=self.reserved_memory_gb,
+            prefill_tokens=self.prefill_tokens,
+            disable_repetition=self.disable_repetition,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

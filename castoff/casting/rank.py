@@ -9,6 +9,7 @@ import numpy as np
 
 from castoff.casting.footprint import Footprint, footprint
 from castoff.casting.hits import Pool, Reads, expected_reads
+from castoff.casting.prefill_peak import prefill_peak_bytes
 from castoff.casting.price import BOUNDS, Prices, Pricing, longest_term, price_program, without_link
 from castoff.casting.timeline import Timeline, schedule
 from castoff.dims import Array, Dim, ceil_div, maximum
@@ -210,7 +211,7 @@ def footprint_of(
         raise CastoffError(
             f"--reserved-memory-gb must be from 0 to {MOST_RESERVED_GIB}, got {scenario.reserved_memory_gb:g}"
         )
-    return footprint(
+    step = footprint(
         setup,
         pricing.device,
         pricing.backend,
@@ -219,3 +220,7 @@ def footprint_of(
         reserved_bytes=scenario.reserved_memory_gb * GIB,
         offload=offload_cast(setup, options, batch.resident.requests, pool) if options.offloads else None,
     )
+    if scenario.prefill_tokens is None:
+        return step
+    prefill = prefill_peak_bytes(setup, pricing.backend, scenario.prefill_tokens, batch.resident.longest)
+    return replace(step, activation_bytes=maximum(step.activation_bytes, prefill))

@@ -33,6 +33,8 @@ CONTINUOUS = (*LENGTHS, *POOLS)
 CHUNK = 4096
 
 _GROUPS = ("workload", "parallel", "quant", "mtp", "compilation", "offload", "hits")
+# Fields of a scenario that are in no group.
+_OWN = ("backend", "reserved_memory_gb", "prefill_tokens", "disable_repetition")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,9 +259,7 @@ def _cut(dim: Any, part: slice) -> Any:
 
 
 def _sort_axes(axes: Mapping[str, object]) -> tuple[dict[str, Array], dict[str, list[object]]]:
-    known = {item.name: group for group in _GROUPS for item in fields(_group_type(group))} | dict.fromkeys(
-        ("backend", "reserved_memory_gb", "disable_repetition"), ""
-    )
+    known = {item.name: group for group in _GROUPS for item in fields(_group_type(group))} | dict.fromkeys(_OWN, "")
     arrays: dict[str, Array] = {}
     lists: dict[str, list[object]] = {}
     for name, value in axes.items():
@@ -287,9 +287,7 @@ def _group_type(group: str) -> type:
 
 def _with(base: Scenario, values: Mapping[str, Any]) -> Scenario:
     """A scenario with some fields, of whichever group, set."""
-    top = {
-        name: value for name, value in values.items() if name in ("backend", "reserved_memory_gb", "disable_repetition")
-    }
+    top = {name: value for name, value in values.items() if name in _OWN}
     for group in _GROUPS:
         part = getattr(base, group)
         own = {item.name: values[item.name] for item in fields(part) if item.name in values}

@@ -74,7 +74,9 @@ def device_rows(setup: Setup, room: Room, *, latents: bool, dtype: Tensor, devic
     """Take the memory for them."""
     model, cache = setup.model, setup.cache
     assert model.indexer is not None
-    width, stored = row_storage(model.kv_lora_rank + model.qk_rope_head_dim, cache.latent_row_bytes, cache, dtype)
+    width, stored = row_storage(
+        model.kv_lora_rank + model.qk_rope_head_dim, cache.latent_row_bytes, cache.action, dtype
+    )
     rows, keys = (
         (room.batch * room.blocks + 1, KV_BLOCK_TOKENS, width),
         (room.batch, room.max_tokens, model.indexer.index_head_dim),

@@ -78,7 +78,7 @@ def resolve_setup(model: ModelSpec, device: Device, backend: Backend, scenario: 
         linear=linear,
         expert=expert,
         lm_head=linear if quant.quantize_lmhead else None,
-        cache=cache_format(model, quant.quantize_attention_action),
+        cache=cache_format(model, quant.quantize_attention_action, quant.quantize_indexer_action),
         unquantized=frozenset(backend.unquantized),
         mtp=scenario.mtp,
         mtp_window=backend.mtp_window,
@@ -148,9 +148,10 @@ def _check_rates(device: Device, quant: Quant, formats: tuple[LinearFormat, ...]
                 f"{flag} {form.action} multiplies in {form.activation_dtype}, which {device.name} "
                 f"cannot; it has {sorted(device.matrix_flops_per_s)}"
             )
-    attention = quant.quantize_attention_action
-    if attention != "DISABLED" and not device.supports(attention.lower()):
+    attention, keys = quant.quantize_attention_action, quant.quantize_indexer_action
+    flag, scored = ("attention", attention) if keys is None else ("indexer", keys)
+    if scored != "DISABLED" and not device.supports(scored.lower()):
         raise CastoffError(
-            f"--quantize-attention-action {attention} scores in {attention.lower()}, which {device.name} cannot; "
+            f"--quantize-{flag}-action {scored} scores in {scored.lower()}, which {device.name} cannot; "
             f"it has {sorted(device.matrix_flops_per_s)}"
         )

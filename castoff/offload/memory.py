@@ -136,7 +136,7 @@ def _state(sizes: PoolSizes, device: Tensor) -> PoolState:
 def _row(setup: Setup, dtype: Tensor) -> tuple[int, Tensor]:
     model = setup.model
     values = model.kv_lora_rank + model.qk_rope_head_dim
-    return row_storage(values, setup.cache.latent_row_bytes, setup.cache, dtype)
+    return row_storage(values, setup.cache.latent_row_bytes, setup.cache.action, dtype)
 
 
 def _row_bytes(setup: Setup, dtype: Tensor) -> int:

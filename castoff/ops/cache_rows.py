@@ -20,7 +20,7 @@ import lazy_loader as lazy
 from castoff.errors import CastoffError
 from castoff.ops.program import Tensor
 from castoff.ops.quantization import dequantize_rows, quantize_rows, widened
-from castoff.spec.quant import LATENT_SCALE_TILE, CacheFormat
+from castoff.spec.quant import LATENT_SCALE_TILE, AttentionAction, CacheFormat
 
 torch = lazy.load("torch")
 
@@ -28,9 +28,9 @@ torch = lazy.load("torch")
 SCORE_ELEMENTS = 2**26
 
 
-def row_storage(values: int, row_bytes: int, cache: CacheFormat, dtype: Tensor) -> tuple[int, Tensor]:
+def row_storage(values: int, row_bytes: int, action: AttentionAction, dtype: Tensor) -> tuple[int, Tensor]:
     """Width and dtype of a cache tensor: `values` numbers of `dtype`, or a quantised row's bytes."""
-    return (values, dtype) if cache.action == "DISABLED" else (row_bytes, torch.uint8)
+    return (values, dtype) if action == "DISABLED" else (row_bytes, torch.uint8)
 
 
 def latent_rows(latent_TR: Tensor, key_TP: Tensor, cache: CacheFormat) -> Tensor:
@@ -49,7 +49,7 @@ def latent_values(rows_X: Tensor, kv_lora_rank: int, cache: CacheFormat, dtype: 
 
 def index_rows(key_TE: Tensor, cache: CacheFormat) -> Tensor:
     """Rows (…, X) to write to an indexer key cache, quantised or not; a quantised one is rotated first."""
-    if cache.action == "DISABLED":
+    if cache.index_action == "DISABLED":
         return key_TE
     return pack_index_keys(key_TE, cache)
 
@@ -80,7 +80,7 @@ def index_scores(
     """
     weights_BSH = widened(head_weights_BSH)
     wide = weights_BSH.dtype
-    if cache.action == "DISABLED":
+    if cache.index_action == "DISABLED":
         return _weighted_relu(q_BSHE.to(wide), weights_BSH, key_rows_BLX, max_elements)
     q_values, q_scales = _rotate_quantize(q_BSHE, cache)
     k_values, k_scales = unpack_index_keys(key_rows_BLX, cache)
@@ -103,7 +103,7 @@ def hadamard(x_XW: Tensor) -> Tensor:
     if width < 1 or width & (width - 1):
         raise CastoffError(
             f"a quantised indexer cache rotates keys by a Hadamard matrix, whose size is a power of two, got "
-            f"index_head_dim {width}; use --quantize-attention-action DISABLED"
+            f"index_head_dim {width}; use --quantize-indexer-action DISABLED"
         )
     y_XW = widened(x_XW)
     half = 1
@@ -116,7 +116,7 @@ def hadamard(x_XW: Tensor) -> Tensor:
 
 def pack_latent(latent_TR: Tensor, key_TP: Tensor, cache: CacheFormat) -> Tensor:
     """Quantised latent rows, uint8 (…, latent_row_bytes); the rotated key is rounded to bf16."""
-    values, scales = quantize_rows(latent_TR, _value_dtype(cache), LATENT_SCALE_TILE, scale_dtype=torch.float32)
+    values, scales = quantize_rows(latent_TR, _value_dtype(cache.action), LATENT_SCALE_TILE, scale_dtype=torch.float32)
     rows = torch.cat([_bytes(values), _bytes(scales), _bytes(key_TP.to(torch.bfloat16))], dim=-1)
     assert rows.shape[-1] == cache.latent_row_bytes, "a latent row has as many bytes as its format says"
     return rows
@@ -126,7 +126,7 @@ def unpack_latent(rows_X: Tensor, kv_lora_rank: int, cache: CacheFormat, dtype: 
     """Latent and rotated key, (…, R + P) in `dtype`, of quantised rows (…, latent_row_bytes)."""
     assert rows_X.shape[-1] == cache.latent_row_bytes, "a latent row has as many bytes as its format says"
     scales_end = kv_lora_rank + 4 * (kv_lora_rank // LATENT_SCALE_TILE)
-    values = rows_X[..., :kv_lora_rank].view(_value_dtype(cache))
+    values = rows_X[..., :kv_lora_rank].view(_value_dtype(cache.action))
     scales = _numbers(rows_X[..., kv_lora_rank:scales_end], torch.float32)
     key = _numbers(rows_X[..., scales_end:], torch.bfloat16)
     return torch.cat([dequantize_rows(values, scales, LATENT_SCALE_TILE).to(dtype), key.to(dtype)], dim=-1)
@@ -147,7 +147,7 @@ def unpack_index_keys(rows_X: Tensor, cache: CacheFormat) -> tuple[Tensor, Tenso
     """Rotated keys as stored, (…, E) int8 or float8_e4m3fn, and their scales, (…, 1) fp16 or fp32."""
     assert rows_X.shape[-1] == cache.index_row_bytes, "an indexer key has as many bytes as its format says"
     values, scales = rows_X.split([cache.index_key_bytes, cache.index_scale_bytes], dim=-1)
-    return values.view(_value_dtype(cache)), _numbers(scales, _index_scale_dtype(cache))
+    return values.view(_value_dtype(cache.index_action)), _numbers(scales, _index_scale_dtype(cache))
 
 
 def _weighted_relu(q_BSHE: Tensor, weights_BSH: Tensor, keys_BLE: Tensor, max_elements: int) -> Tensor:
@@ -170,20 +170,20 @@ def _weighted_relu(q_BSHE: Tensor, weights_BSH: Tensor, keys_BLE: Tensor, max_el
 def _rotate_quantize(x_XE: Tensor, cache: CacheFormat) -> tuple[Tensor, Tensor]:
     """An index query or key, rotated and quantised with one scale: values (…, E), scales (…, 1)."""
     rotated_XE = hadamard(x_XE)
-    if cache.action == "INT8":
+    if cache.index_action == "INT8":
         # The CANN indexer's order: rotate, round to fp16, quantise.
         rotated_XE = rotated_XE.to(torch.float16)
     return quantize_rows(
         rotated_XE,
-        _value_dtype(cache),
+        _value_dtype(cache.index_action),
         x_XE.shape[-1],
         scale_dtype=_index_scale_dtype(cache),
     )
 
 
-def _value_dtype(cache: CacheFormat) -> Tensor:
-    assert cache.action != "DISABLED", "plain rows have no one-byte values"
-    return torch.int8 if cache.action == "INT8" else torch.float8_e4m3fn
+def _value_dtype(action: AttentionAction) -> Tensor:
+    assert action != "DISABLED", "plain rows have no one-byte values"
+    return torch.int8 if action == "INT8" else torch.float8_e4m3fn
 
 
 def _index_scale_dtype(cache: CacheFormat) -> Tensor:

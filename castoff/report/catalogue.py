@@ -175,6 +175,8 @@ def backend_details(backend: Backend) -> list[Table | Text]:
     made.add_row("dispatch", "in the experts' format" if backend.quantized_dispatch else "in bf16", stack)
     made.add_row("kept in bf16", ", ".join(backend.unquantized) or "nothing", stack)
     made.add_row("communication buffers", gib_text(backend.communication_buffer_bytes), stack)
+    held = f"{backend.prompt_hidden_states:g} of the whole prompt" if backend.prompt_hidden_states else "none"
+    made.add_row("hidden states in prefill", held, stack)
     for mode, seconds in backend.host_s_per_step.items():
         made.add_row(f"host time, {mode}", f"{microseconds(seconds)} µs per step", host)
     links = backend.collectives

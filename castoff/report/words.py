@@ -10,6 +10,7 @@ from castoff.casting.price import Bound
 from castoff.dims import largest
 from castoff.report.step import StepReport
 from castoff.report.units import count, gib_text, percent
+from castoff.spec.quant import AttentionAction
 from castoff.spec.scenario import RequestClass
 
 _WAITS_FOR: dict[Bound, str] = {
@@ -91,7 +92,9 @@ def what_is_cast(prediction: Prediction) -> list[str]:
     formats = [f"experts {setup.expert.action}"]
     if setup.linear.action != setup.expert.action:
         formats.append(f"other linear layers {setup.linear.action}")
-    formats.append(f"KV cache {'bf16' if setup.cache.action == 'DISABLED' else setup.cache.action}")
+    formats.append(f"KV cache {_stored(setup.cache.action)}")
+    if setup.cache.index_action != setup.cache.action and setup.model.indexer:
+        formats.append(f"indexer cache {_stored(setup.cache.index_action)}")
     if mtp.num_mtp_tokens:
         assumed = ", assumed" if mtp.acceptance_is_assumed else ""
         formats.append(
@@ -115,6 +118,10 @@ def coverage_text(found: Coverage) -> str:
         f"measured: {found.measured_shapes} of {found.shapes} shapes, {count(found.measured_calls)} of "
         f"{count(found.calls)} calls, {percent(found.measured_s / found.op_s)} of the op time"
     )
+
+
+def _stored(action: AttentionAction) -> str:
+    return "bf16" if action == "DISABLED" else action
 
 
 def _requests(classes: Sequence[RequestClass]) -> str:

@@ -12,6 +12,7 @@ from castoff.model.inputs import ResidentLatents
 from castoff.model.setup import Setup
 from castoff.ops.cache_rows import row_storage
 from castoff.ops.program import Tensor
+from castoff.spec.quant import AttentionAction
 
 torch = lazy.load("torch")
 
@@ -36,8 +37,10 @@ class PagedCaches:
         if has_mtp and model.indexer:
             full.append(model.num_hidden_layers)
 
-        def rows(values: int, row_bytes: int) -> Tensor:
-            width, stored = row_storage(values, row_bytes, setup.cache, dtype)
+        cache = setup.cache
+
+        def rows(values: int, row_bytes: int, action: AttentionAction) -> Tensor:
+            width, stored = row_storage(values, row_bytes, action, dtype)
             return torch.zeros(num_blocks + 1, block_tokens, width, dtype=stored, device=device)
 
         latent, index = (
@@ -45,9 +48,9 @@ class PagedCaches:
             model.indexer.index_head_dim if model.indexer else 0,
         )
         own = [layer for layer in range(layers) if layer not in offloaded]
-        self._latent = {layer: rows(latent, setup.cache.latent_row_bytes) for layer in own}
+        self._latent = {layer: rows(latent, cache.latent_row_bytes, cache.action) for layer in own}
         self._device = device
-        self._indexer = {layer: rows(index, setup.cache.index_row_bytes) for layer in full}
+        self._indexer = {layer: rows(index, cache.index_row_bytes, cache.index_action) for layer in full}
         self.block_tokens = block_tokens
 
     def latent(self, layer: int) -> ResidentLatents:

@@ -119,6 +119,7 @@ def _setup(spec: ModelSpec, options: RunOptions, parallel: Parallel) -> Setup:
     quant = Quant(
         quantize_linear_action=options.quantize_linear_action or default_action(spec),
         quantize_attention_action=options.quantize_attention_action,
+        quantize_indexer_action=options.quantize_indexer_action,
     )
     return run_setup(spec, Scenario(parallel=parallel, quant=quant, mtp=Mtp(num_mtp_tokens=options.num_mtp_tokens)))
 

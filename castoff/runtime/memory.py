@@ -52,9 +52,12 @@ def _token_bytes(setup: Setup, itemsize: int, offload: OffloadRun | None) -> int
     if offload is not None:
         layers -= sum(len(group) for group in offloaded_groups(setup, offload.options))
     full = model.indexer_types.count("full") + has_mtp if model.indexer else 0
-    if cache.action != "DISABLED":
-        return layers * cache.latent_row_bytes + full * cache.index_row_bytes
-    return itemsize * (layers * (model.kv_lora_rank + model.qk_rope_head_dim) + full * cache.index_key_bytes // 2)
+    latent, key = cache.latent_row_bytes, cache.index_row_bytes
+    if cache.action == "DISABLED":
+        latent = itemsize * (model.kv_lora_rank + model.qk_rope_head_dim)
+    if cache.index_action == "DISABLED":
+        key = itemsize * cache.index_key_bytes // 2
+    return layers * latent + full * key
 
 
 def _free_bytes(device: Tensor) -> int | None:

@@ -34,7 +34,8 @@ class RunOptions:
     batch: requests that run at once, over all attention-DP ranks.
     dtype: of weights, caches and activations that are not quantised.
     quantize_linear_action: format of the linear layers, experts included; unset keeps the checkpoint's own.
-    quantize_attention_action: format of the latent KV cache and the indexer cache.
+    quantize_attention_action: format of the latent KV cache.
+    quantize_indexer_action: format of the indexer cache; unset means quantize_attention_action.
     device: where tensors live; npu needs torch_npu and is untested.
     graph: carry out decode steps op by op, compiled by torch.compile, or as a CUDA graph.
     kv_block_tokens: tokens of a cache block, from 16 to 256.
@@ -61,6 +62,7 @@ class RunOptions:
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
     quantize_linear_action: LinearAction | None = None
     quantize_attention_action: AttentionAction = "DISABLED"
+    quantize_indexer_action: AttentionAction | None = None
     device: Literal["cpu", "cuda", "npu"] = "cpu"
     graph: GraphMode = "eager"
     kv_block_tokens: int = 128

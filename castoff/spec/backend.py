@@ -79,6 +79,8 @@ class Backend:
     quantized_dispatch: whether tokens travel to the experts in the experts' activation format, or in bf16.
     unquantized: linear weights that stay in bf16 when linear layers are quantised to INT8 or INT4.
     communication_buffer_bytes: per device, whatever the parallelism.
+    prompt_hidden_states: hidden states of the whole prompt, in bf16, that a prefill holds at once beside the
+        activations of the tokens that the rank computes; 0 where the file does not say.
     sources: each section of the file to its source.
     """
 
@@ -93,6 +95,7 @@ class Backend:
     quantized_dispatch: bool
     unquantized: tuple[str, ...]
     communication_buffer_bytes: int
+    prompt_hidden_states: float = 0.0
     sources: Mapping[str, str] = field(hash=False)
 
     def curve(self, family: str) -> Curve:
@@ -112,7 +115,10 @@ def shipped_backends() -> tuple[str, ...]:
 def _read_backend(table: Table) -> Backend:
     table.only(("name", "description", "stack", "host_s_per_step", "collectives", "curves"))
     stack = table.table("stack")
-    stack.only(("fusions", "mtp_window", "quantized_dispatch", "unquantized", "communication_buffer_bytes", "source"))
+    held = "prompt_hidden_states"
+    stack.only(
+        ("fusions", "mtp_window", "quantized_dispatch", "unquantized", "communication_buffer_bytes", held, "source")
+    )
     host = table.table("host_s_per_step")
     host.only((*MODES, "origin", "source"))
     collectives = _read_collectives(table.table("collectives"))
@@ -129,6 +135,7 @@ def _read_backend(table: Table) -> Backend:
         quantized_dispatch=stack.flag("quantized_dispatch"),
         unquantized=stack.texts("unquantized"),
         communication_buffer_bytes=stack.count("communication_buffer_bytes", at_least=0),
+        prompt_hidden_states=stack.at_least_zero(held) if held in stack.values else 0.0,
         sources={
             "stack": stack.text("source"),
             "host_s_per_step": host.text("source"),

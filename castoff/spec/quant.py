@@ -111,7 +111,7 @@ class CacheFormat:
     """Bytes of the two caches per token and layer, and the rate at which the indexer scores.
 
     A quantised latent row holds kv_lora_rank one-byte values, an fp32 scale per 128 of them and the rope part in
-    bf16. A quantised indexer key has one scale: fp32 for FP8, fp16 for INT8.
+    bf16. A quantised indexer key has one scale: fp32 for FP8, fp16 for INT8. `action` is that of the latent rows.
     """
 
     action: AttentionAction
@@ -121,23 +121,44 @@ class CacheFormat:
     index_dtype: str
 
     @property
+    def index_action(self) -> AttentionAction:
+        """The action of the indexer keys."""
+        return _INDEX_ACTIONS[self.index_dtype]
+
+    @property
     def index_row_bytes(self) -> int:
         """Key and scale together."""
         return self.index_key_bytes + self.index_scale_bytes
 
 
-def cache_format(model: ModelSpec, action: AttentionAction) -> CacheFormat:
-    """The cache format that a `--quantize-attention-action` gives a model; CastoffError for an unknown one."""
-    if action not in ("DISABLED", "INT8", "FP8"):
-        raise CastoffError(f"quantize_attention_action must be one of DISABLED, INT8, FP8, got {action!r}")
+_INDEX_ACTIONS: dict[str, AttentionAction] = {"bf16": "DISABLED", "int8": "INT8", "fp8": "FP8"}
+
+
+def cache_format(
+    model: ModelSpec, action: AttentionAction, indexer_action: AttentionAction | None = None
+) -> CacheFormat:
+    """The cache format that a `--quantize-attention-action` and a `--quantize-indexer-action` give a model.
+
+    indexer_action: None means `action`. Raises CastoffError for an unknown one.
+    """
+    keys = action if indexer_action is None else indexer_action
+    for name, given in (("attention", action), ("indexer", keys)):
+        if given not in _INDEX_ACTIONS.values():
+            raise CastoffError(f"quantize_{name}_action must be one of DISABLED, INT8, FP8, got {given!r}")
+    row = _latent_row_bytes(model, action)
     head = model.indexer.index_head_dim if model.indexer else 0
+    if keys == "DISABLED":
+        return CacheFormat(action, row, 2 * head, 0, "bf16")
+    scale = {"FP8": 4, "INT8": 2}[keys] if head else 0
+    return CacheFormat(action, row, head, scale, keys.lower())
+
+
+def _latent_row_bytes(model: ModelSpec, action: AttentionAction) -> int:
     if action == "DISABLED":
-        return CacheFormat(action, 2 * (model.kv_lora_rank + model.qk_rope_head_dim), 2 * head, 0, "bf16")
+        return 2 * (model.kv_lora_rank + model.qk_rope_head_dim)
     if model.kv_lora_rank % LATENT_SCALE_TILE:
         raise CastoffError(
             f"--quantize-attention-action {action} scales tiles of {LATENT_SCALE_TILE} latent values, which does not "
             f"divide kv_lora_rank {model.kv_lora_rank}; use --quantize-attention-action DISABLED"
         )
-    row = model.kv_lora_rank + 4 * (model.kv_lora_rank // LATENT_SCALE_TILE) + 2 * model.qk_rope_head_dim
-    scale = {"FP8": 4, "INT8": 2}[action] if head else 0
-    return CacheFormat(action, row, head, scale, action.lower())
+    return model.kv_lora_rank + 4 * (model.kv_lora_rank // LATENT_SCALE_TILE) + 2 * model.qk_rope_head_dim

@@ -109,7 +109,8 @@ class Quant:
     quantize_non_expert_linear_action: format of the linear layers that are not routed experts; None means the same.
     quantize_lmhead: quantise lm_head too.
     mxfp4_group_size: values per MXFP4 scale.
-    quantize_attention_action: format of the latent KV cache and the indexer cache.
+    quantize_attention_action: format of the latent KV cache.
+    quantize_indexer_action: format of the indexer cache; None means quantize_attention_action.
     """
 
     quantize_linear_action: LinearAction = "W8A8_DYNAMIC"
@@ -117,6 +118,7 @@ class Quant:
     quantize_lmhead: bool = False
     mxfp4_group_size: int = 32
     quantize_attention_action: AttentionAction = "DISABLED"
+    quantize_indexer_action: AttentionAction | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,8 @@ class Scenario:
 
     backend: shipped name or path of a backend file; None takes the device's default.
     reserved_memory_gb: GiB of device memory that the model may not use.
+    prefill_tokens: prompt tokens that a rank computes in one pass before it decodes, its share of them under context
+        parallelism; a decode step then needs the memory of that pass too. None counts the step alone.
     disable_repetition: price every layer instead of every kind of layer; changes no result.
     """
 
@@ -186,6 +190,7 @@ class Scenario:
     hits: Hits = field(default_factory=Hits)
     backend: str | None = None
     reserved_memory_gb: float = 0.0
+    prefill_tokens: int | None = None
     disable_repetition: bool = False
 
 

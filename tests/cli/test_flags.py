@@ -52,9 +52,10 @@ def test_every_flag_of_the_scenario(scenario_of: Any) -> None:
         *("--enable-external-shared-experts", "--host-external-shared-experts", "--expert-load-imbalance", "1.5"),
         *("--quantize-linear-action", "W4A8_STATIC", "--quantize-non-expert-linear-action", "W8A8_STATIC"),
         *("--quantize-lmhead", "--mxfp4-group-size", "16", "--quantize-attention-action", "INT8"),
+        *("--quantize-indexer-action", "FP8"),
         *("--num-mtp-tokens", "3", "--mtp-acceptance-length", "2.5", "--compile", "--no-enable-multistream"),
         *("--enable-sequence-parallel", "--enable-matmul-allreduce", "--enable-dispatch-ffn-combine"),
-        *("--backend", "nvidia", "--reserved-memory-gb", "4", "--disable-repetition"),
+        *("--backend", "nvidia", "--reserved-memory-gb", "4", "--prefill-tokens", "64", "--disable-repetition"),
     )
     assert scenario == Scenario(
         workload=Workload(num_queries=8, query_length=512, context_length=1000, decode=True, prefix_cache_hit_rate=0.5),
@@ -87,6 +88,7 @@ def test_every_flag_of_the_scenario(scenario_of: Any) -> None:
             quantize_lmhead=True,
             mxfp4_group_size=16,
             quantize_attention_action="INT8",
+            quantize_indexer_action="FP8",
         ),
         mtp=Mtp(num_mtp_tokens=3, mtp_acceptance_length=2.5),
         compilation=Compilation(
@@ -98,6 +100,7 @@ def test_every_flag_of_the_scenario(scenario_of: Any) -> None:
         ),
         backend="nvidia",
         reserved_memory_gb=4,
+        prefill_tokens=64,
         disable_repetition=True,
     )
 

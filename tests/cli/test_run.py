@@ -252,6 +252,21 @@ def test_number_formats(capsys: Capture, tmp_path: Path, linear: str, attention:
         assert own["tokens"] == plain["tokens"]
 
 
+def test_indexer_keys_have_a_format_of_their_own(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "kv_lora_rank": 128}))
+    arguments = [*run_of(str(tmp_path)), "--random-prompts", "2x20", "--json", "-"]
+    both = ["--quantize-attention-action", "INT8"]
+    cache_bytes = []
+    for more in ([], both, ["--quantize-indexer-action", "INT8"], [*both, "--quantize-indexer-action", "DISABLED"]):
+        assert exit_status(*arguments, *more) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert [len(tokens) for tokens in report["tokens"]] == [6, 6]
+        cache_bytes.append(report["memory"]["cache_bytes"])
+    plain, quantised, keys, rows = cache_bytes
+    assert quantised < min(keys, rows) < max(keys, rows) < plain
+    assert (plain - keys) + (plain - rows) == plain - quantised
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

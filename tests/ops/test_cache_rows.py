@@ -316,8 +316,8 @@ class TestPlainRows:
         assert cache_rows.index_rows(key, cache("DISABLED")) is key
 
     def test_storage(self) -> None:
-        assert cache_rows.row_storage(576, 1152, cache("DISABLED"), torch.float64) == (576, torch.float64)
-        assert cache_rows.row_storage(576, 656, cache("FP8"), torch.float64) == (656, torch.uint8)
+        assert cache_rows.row_storage(576, 1152, "DISABLED", torch.float64) == (576, torch.float64)
+        assert cache_rows.row_storage(576, 656, "FP8", torch.float64) == (656, torch.uint8)
 
     @pytest.mark.numerics
     def test_scores(self) -> None:

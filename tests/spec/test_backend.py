@@ -66,7 +66,7 @@ def load_text(folder: Path, text: str) -> Backend:
 
 
 def test_what_is_shipped() -> None:
-    assert shipped_backends() == ("ascend", "castoff", "nvidia")
+    assert shipped_backends() == ("ascend", "cann-ge", "cann-npugraph_ex", "castoff", "nvidia")
 
 
 @pytest.mark.parametrize("name", shipped_backends())
@@ -77,9 +77,11 @@ def test_shipped_backend_is_complete(name: str) -> None:
     assert set(backend.host_s_per_step) == set(MODES)
     assert {"stack", "host_s_per_step", "collectives", "curves.default"} <= set(backend.sources)
     assert all(backend.sources.values())
-    # Nothing is fitted yet.
-    assert {curve.origin for curve in backend.curves.values()} == {"assumed"}
-    assert backend.collectives.origin == backend.host_origin == "assumed"
+    # Nothing is measured, and only CANN's graphs are fitted.
+    fitted = {"calibrated"} if name.startswith("cann-") else set()
+    assert {curve.origin for curve in backend.curves.values()} == {"assumed"} | fitted
+    assert backend.collectives.origin == ("calibrated" if fitted else "assumed")
+    assert backend.host_origin == "assumed"
     # Microseconds, not seconds.
     assert all(1e-7 < backend.curve(family).launch_s < 1e-4 for family in FAMILIES)
     assert 1e-7 < backend.collectives.launch_s < 1e-4
@@ -184,7 +186,8 @@ def test_faults_name_file_key_and_allowed(tmp_path: Path, old: str, new: str, sa
 
 def test_unknown_name_gives_the_nearest() -> None:
     with pytest.raises(
-        CastoffError, match=r"unknown backend 'ascent' \(did you mean 'ascend'.*known: ascend, castoff, nvidia"
+        CastoffError,
+        match=r"unknown backend 'ascent' \(did you mean 'ascend'.*known: ascend, cann-ge, cann-npugraph_ex, castoff",
     ):
         load_backend("ascent")
 

@@ -109,6 +109,22 @@ class TestCacheFormat:
         assert rows.index_row_bytes == key + scale
         assert rows.index_dtype == dtype
 
+    @pytest.mark.parametrize("latent", ATTENTION_ACTIONS)
+    @pytest.mark.parametrize("keys", ATTENTION_ACTIONS)
+    def test_each_cache_has_its_own(self, latent: AttentionAction, keys: AttentionAction) -> None:
+        both, rows, index = (
+            cache_format(model(), latent, keys),
+            cache_format(model(), latent),
+            cache_format(model(), keys),
+        )
+        assert (both.action, both.index_action) == (latent, keys)
+        assert both.latent_row_bytes == rows.latent_row_bytes
+        assert (both.index_row_bytes, both.index_dtype) == (index.index_row_bytes, index.index_dtype)
+
+    def test_unknown_actions_are_named(self) -> None:
+        with pytest.raises(CastoffError, match="quantize_indexer_action must be one of DISABLED, INT8, FP8, got 'FP6'"):
+            cache_format(model(), "INT8", "FP6")  # type: ignore[arg-type]
+
     @pytest.mark.parametrize("action", ATTENTION_ACTIONS)
     def test_a_model_without_an_indexer_has_no_keys(self, action: AttentionAction) -> None:
         assert cache_format(model(DEEPSEEK_V3), action).index_row_bytes == 0
