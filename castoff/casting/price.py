@@ -27,7 +27,7 @@ CORES, LINKS, HOST_READS, HOST_WRITES = UNITS = ("cores", "links", "host_reads",
 class Price:
     """Time of one call.
 
-    seconds: launch and the longest of the other terms. terms: seconds of each of BOUNDS on its own. units: what the
+    seconds: launch and the longest of the other terms, where cores read the host too that besides. terms: seconds of each of BOUNDS on its own. units: what the
     call occupies meanwhile.
     """
 
@@ -113,15 +113,18 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     if work.collectives:
         origins.append(backend.collectives.origin)
     if some(host_link):
-        origins.append(_LINK_ORIGINS[pricing.device.host_link.origin])
+        rows = backend.host_rows
+        origins.append(_LINK_ORIGINS[pricing.device.host_link.origin] if rows is None else rows.origin)
     every = (*terms, communication, host_link, launch)
     units = _units(work)
     if pricing.measured is not None:
         known = pricing.measured.seconds.get(call_key(call))
         if known is not None:
             return Price(known, every, "measured", units)
-    longest = maximum(maximum(maximum(terms[0], terms[1]), maximum(terms[2], communication)), host_link)
-    return Price(launch + longest, every, weakest(origins), units)
+    longest = maximum(maximum(terms[0], terms[1]), maximum(terms[2], communication))
+    # A kernel whose cores fetch rows from here and there does one after the other; a copy engine streams.
+    busy = longest + host_link if work.holds_cores else maximum(longest, host_link)
+    return Price(launch + busy, every, weakest(origins), units)
 
 
 def host_link_s(work: Work, pricing: Pricing) -> Dim:
@@ -129,12 +132,13 @@ def host_link_s(work: Work, pricing: Pricing) -> Dim:
 
     The devices of a deployment all use their links at once. Separate rows come at a share of the rate of large copies.
     """
-    link = pricing.device.host_link
+    link, rows = pricing.device.host_link, pricing.backend.host_rows
+    row_efficiency = link.row_efficiency if rows is None else rows.row_efficiency
     sharers = min(link.devices_per_link, pricing.num_devices)
     reads: Dim = 0.0
     writes: Dim = 0.0
     for part in work.parts:
-        share = where(part.host_rows > 0, link.row_efficiency, 1.0) / sharers
+        share = where(part.host_rows > 0, row_efficiency, 1.0) / sharers
         if some(part.host_read_bytes):
             reads = reads + part.host_read_bytes / (share * link.to_device_bytes_per_s)
         if some(part.host_write_bytes):
@@ -146,7 +150,7 @@ def host_link_s(work: Work, pricing: Pricing) -> Dim:
 def without_link(pricing: Pricing) -> Pricing:
     """The same with a link to host memory that takes no time."""
     link = replace(
-        pricing.device.host_link, to_device_bytes_per_s=inf, to_host_bytes_per_s=inf, latency_s=0.0, row_efficiency=1.0
+        pricing.device.host_link, to_device_bytes_per_s=inf, to_host_bytes_per_s=inf, latency_s=0.0
     )
     return replace(pricing, device=replace(pricing.device, host_link=link))
 

@@ -182,6 +182,9 @@ def backend_details(backend: Backend) -> list[Table | Text]:
     links = backend.collectives
     figures = f"launch {microseconds(links.launch_s)} µs, links {links.link_efficiency:g}"
     made.add_row("collectives", figures, f"{links.origin}: {links.source}")
+    if backend.host_rows is not None:
+        rows = backend.host_rows
+        made.add_row("rows of the host", f"{rows.row_efficiency:g} of its link", f"{rows.origin}: {rows.source}")
     for family, curve in backend.curves.items():
         figures = (
             f"launch {microseconds(curve.launch_s)} µs, compute {curve.compute_efficiency:g}, vector "

@@ -69,6 +69,15 @@ class CollectiveCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostRows:
+    """How well the stack reads separate rows of host memory: `row_efficiency` as in a device's `host_link`."""
+
+    row_efficiency: float
+    origin: Origin
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """One serving stack.
 
@@ -81,6 +90,7 @@ class Backend:
     communication_buffer_bytes: per device, whatever the parallelism.
     prompt_hidden_states: hidden states of the whole prompt, in bf16, that a prefill holds at once beside the
         activations of the tokens that the rank computes; 0 where the file does not say.
+    host_rows: None where what the device says is taken.
     sources: each section of the file to its source.
     """
 
@@ -96,6 +106,7 @@ class Backend:
     unquantized: tuple[str, ...]
     communication_buffer_bytes: int
     prompt_hidden_states: float = 0.0
+    host_rows: HostRows | None = None
     sources: Mapping[str, str] = field(hash=False)
 
     def curve(self, family: str) -> Curve:
@@ -113,7 +124,7 @@ def shipped_backends() -> tuple[str, ...]:
 
 
 def _read_backend(table: Table) -> Backend:
-    table.only(("name", "description", "stack", "host_s_per_step", "collectives", "curves"))
+    table.only(("name", "description", "stack", "host_s_per_step", "collectives", "host_link", "curves"))
     stack = table.table("stack")
     held = "prompt_hidden_states"
     stack.only(
@@ -122,6 +133,7 @@ def _read_backend(table: Table) -> Backend:
     host = table.table("host_s_per_step")
     host.only((*MODES, "origin", "source"))
     collectives = _read_collectives(table.table("collectives"))
+    host_rows = _read_host_rows(table.table("host_link")) if "host_link" in table.values else None
     curves = _read_curves(table.table("curves"))
     return Backend(
         name=table.text("name"),
@@ -136,10 +148,12 @@ def _read_backend(table: Table) -> Backend:
         unquantized=stack.texts("unquantized"),
         communication_buffer_bytes=stack.count("communication_buffer_bytes", at_least=0),
         prompt_hidden_states=stack.at_least_zero(held) if held in stack.values else 0.0,
+        host_rows=host_rows,
         sources={
             "stack": stack.text("source"),
             "host_s_per_step": host.text("source"),
             "collectives": collectives.source,
+            **({} if host_rows is None else {"host_link": host_rows.source}),
             **{f"curves.{family}": curve.source for family, curve in curves.items()},
         },
     )
@@ -150,6 +164,15 @@ def _read_collectives(table: Table) -> CollectiveCost:
     return CollectiveCost(
         launch_s=table.at_least_zero("launch_s"),
         link_efficiency=table.fraction("link_efficiency"),
+        origin=table.choice("origin", ORIGINS),
+        source=table.text("source"),
+    )
+
+
+def _read_host_rows(table: Table) -> HostRows:
+    table.only(item.name for item in fields(HostRows))
+    return HostRows(
+        row_efficiency=table.fraction("row_efficiency"),
         origin=table.choice("origin", ORIGINS),
         source=table.text("source"),
     )
