@@ -125,8 +125,8 @@ def check_pool_tokens(pool: Pool, tokens: Dim) -> None:
 def expected_reads(pool: Pool, lengths: Lengths) -> Reads:
     """What one request of a step reads, as shares of its selected rows.
 
-    Misses are at most those of a pool whose rows are drawn at random, which has a share of P / L of a context of L
-    tokens: a pool that holds the whole context misses nothing but what it has not seen.
+    Misses of a profile, which is of one context, are at most those of a pool whose rows are drawn at random. That has
+    a share P / L of a context of L tokens, so a pool that holds it all misses nothing.
     """
     curve, tokens = pool.curve, pool.tokens
     hits, unique, repeated, window = (
@@ -134,11 +134,10 @@ def expected_reads(pool: Pool, lengths: Lengths) -> Reads:
     )
     rows = hits + unique + repeated + window
     if pool.hit_rate is None:
-        missed = (unique + repeated) / rows * pool.miss_scale
+        context = lengths.total_tokens / lengths.requests
+        missed = minimum((unique + repeated) / rows * pool.miss_scale, maximum(1 - tokens / context, 0.0))
     else:
         missed = maximum(1 - pool.hit_rate - window / rows, 0.0)
-    context = maximum(lengths.total_tokens / lengths.requests, 1)
-    missed = minimum(missed, maximum(1 - tokens / context, 0.0))
     hosted = missed + window / rows
     listed = hosted if curve.mode == "gather" else missed * unique / maximum(unique + repeated, 1e-9)
     return Reads(hits=1 - hosted, listed=listed, hosted=hosted)

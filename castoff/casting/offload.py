@@ -10,8 +10,8 @@ import numpy as np
 from castoff.casting.hits import Pool
 from castoff.casting.largest import largest_batch
 from castoff.casting.price import Pricing
-from castoff.casting.rank import Cast, cast_structure, offload_cast
-from castoff.dims import Dim
+from castoff.casting.rank import Cast, cast_structure, offload_cast, stall_s, total_tokens
+from castoff.dims import Array, Dim
 from castoff.model.offload_sizes import Extent, offload_bytes, offloaded_groups
 from castoff.model.setup import Setup
 from castoff.ops.offload_plan import PoolSizes
@@ -52,23 +52,23 @@ class OffloadFigures:
 
 
 def offload_figures(
-    setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario, pool: Pool, cast: Cast
-) -> OffloadFigures:
-    """The figures of a scenario that was cast."""
+    cast: Cast, pricing: Pricing, scenario: Scenario, pool: Pool, batch_with: int
+) -> OffloadFigures:  # fmt: skip
+    """The figures of a scenario that was cast. batch_with: the largest batch that fits, per attention-DP rank."""
     assert cast.reads is not None, "a decode step with offload reads"
+    setup, classes = cast.setup, cast.batch.classes
     low, high = _spread(setup, pricing, classes, scenario, pool)
-    longest = max(classes, key=lambda entry: int(entry.context + entry.query))
+    longest = max(classes, key=total_tokens)
     resident = replace(scenario, offload=Offload())
     batch_without = largest_batch(setup, pricing, longest, resident)
-    batch_with = largest_batch(setup, pricing, longest, scenario, pool)
-    ranks = setup.mesh.dp.size
 
     def tokens_per_s(batch: int, scenario: Scenario, pool: Pool | None) -> Dim:
-        requests = RequestClass(batch * ranks, longest.context, longest.query)
+        requests = RequestClass(batch * setup.mesh.dp.size, longest.context, longest.query)
         return cast_structure(setup, pricing, [requests], scenario, pool).tokens_per_s if batch else 0.0
 
     without = float(tokens_per_s(batch_without, resident, None))
-    swept = tokens_per_s(batch_with, scenario, replace(pool, hit_rate=_HIT_RATES))
+    rates = np.append(_HIT_RATES, float(cast.reads.hits))
+    with_rates = np.broadcast_to(tokens_per_s(batch_with, scenario, replace(pool, hit_rate=rates)), rates.shape)
     reads, writes = _link_bytes(cast)
     places = cast.batch.micro.tokens * (setup.topk_limit or 0) / cast.batch.micro.requests
     return OffloadFigures(
@@ -76,15 +76,15 @@ def offload_figures(
         unique_misses=float(cast.reads.listed * places),
         link_bytes=reads,
         written_bytes=writes,
-        stall_s=float(cast.stall_s),
+        stall_s=float(stall_s(cast, pricing)),
         latency_low_s=low,
         latency_high_s=high,
         break_even_context_tokens=break_even_context_tokens(setup, scenario.offload, pool),
-        break_even_hit_rate=_crossing(swept, without) if batch_with else None,
+        break_even_hit_rate=_crossing(with_rates[:-1], without) if batch_with else None,
         batch_without=batch_without,
         tokens_per_s_without=without,
         batch_with=batch_with,
-        tokens_per_s_with=float(tokens_per_s(batch_with, scenario, pool)),
+        tokens_per_s_with=float(with_rates[-1]),
     )
 
 
@@ -114,9 +114,9 @@ def _spread(
     return low, high
 
 
-def _crossing(swept: Dim, without: float) -> float | None:
+def _crossing(swept: Array, without: float) -> float | None:
     """The least hit rate at which `swept`, which rises with it, reaches `without`; None where it never does."""
-    values = np.maximum.accumulate(np.broadcast_to(swept, _HIT_RATES.shape))
+    values = np.maximum.accumulate(swept)
     if values[-1] < without:
         return None
     at = int(np.argmax(values >= without))

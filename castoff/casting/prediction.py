@@ -89,14 +89,16 @@ def cast(model: ModelSpec, device: Device, scenario: Scenario, *, measured: Meas
     pricing = Pricing(device, backend, measured, setup.mesh.num_devices)
     pool, notes = pool_of_step(setup, scenario)
     result = cast_structure(setup, pricing, classes, scenario, pool)
+    fits = largest_that_fits(setup, pricing, classes, scenario, pool)
+    offload = None if pool is None else offload_figures(result, pricing, scenario, pool, fits.max_batch_per_device)
     return Prediction(
         model=model,
         device=device,
         backend=backend,
         scenario=scenario,
         cast=result,
-        largest=largest_that_fits(setup, pricing, classes, scenario, pool),
-        offload=offload_figures(setup, pricing, classes, scenario, pool, result) if pool is not None else None,
+        largest=fits,
+        offload=offload,
         notes=(*notes, *_notes(model, scenario.compilation, result)),
     )
 

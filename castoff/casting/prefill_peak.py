@@ -8,6 +8,7 @@ prompt: under context parallelism a rank computes a share of the tokens, and gat
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from castoff.casting.footprint import peak_activation_bytes
 from castoff.dims import Dim
@@ -21,6 +22,13 @@ from castoff.spec.checks import check_whole
 from castoff.spec.scenario import RequestClass
 
 
+@lru_cache(maxsize=64)
+def _computed_bytes(setup: Setup, prefill_tokens: int) -> Dim:
+    """Activations of one pass. Asked for again with every batch that is tried for size."""
+    pass_of_one = Lengths((RequestClass(1, 0, prefill_tokens),))
+    return peak_activation_bytes(record_step(replace(setup, mode="prefill"), pass_of_one))
+
+
 def prefill_peak_bytes(setup: Setup, backend: Backend, prefill_tokens: int, prompt_tokens: Dim) -> Dim:
     """Peak of one prefill pass on the predicted rank.
 
@@ -31,7 +39,6 @@ def prefill_peak_bytes(setup: Setup, backend: Backend, prefill_tokens: int, prom
     if setup.mode == "prefill":
         raise CastoffError("--prefill-tokens is for decode steps; a prefill counts its own activations")
     check_whole("--prefill-tokens", prefill_tokens, least=1)
-    pass_of_one = Lengths((RequestClass(1, 0, prefill_tokens),))
-    computed = peak_activation_bytes(record_step(replace(setup, mode="prefill"), pass_of_one))
+    computed = _computed_bytes(setup, prefill_tokens)
     hidden_state = setup.model.hidden_size * DTYPE_BYTES["bf16"]
     return computed + prompt_tokens * (backend.prompt_hidden_states * hidden_state)

@@ -27,8 +27,8 @@ CORES, LINKS, HOST_READS, HOST_WRITES = UNITS = ("cores", "links", "host_reads",
 class Price:
     """Time of one call.
 
-    seconds: launch and the longest of the other terms, where cores read the host too that besides. terms: seconds of each of BOUNDS on its own. units: what the
-    call occupies meanwhile.
+    seconds: launch and the longest of the other terms; where the cores read the host, that comes on top. terms: seconds
+    of each of BOUNDS on its own. units: what the call occupies meanwhile.
     """
 
     seconds: Dim
@@ -149,9 +149,7 @@ def host_link_s(work: Work, pricing: Pricing) -> Dim:
 
 def without_link(pricing: Pricing) -> Pricing:
     """The same with a link to host memory that takes no time."""
-    link = replace(
-        pricing.device.host_link, to_device_bytes_per_s=inf, to_host_bytes_per_s=inf, latency_s=0.0
-    )
+    link = replace(pricing.device.host_link, to_device_bytes_per_s=inf, to_host_bytes_per_s=inf, latency_s=0.0)
     return replace(pricing, device=replace(pricing.device, host_link=link))
 
 

@@ -51,8 +51,7 @@ class Batch:
 class Cast:
     """One structure, cast: everything that a scalar prediction and a sweep have in common.
 
-    stall_s: how much of the latency is due to the link to host memory; 0 without offload. reads: of a decode step with
-    offload.
+    reads: of a decode step with offload.
     """
 
     setup: Setup
@@ -63,7 +62,6 @@ class Cast:
     footprint: Footprint
     latency_s: Dim
     host_s: float
-    stall_s: Dim
     reads: Reads | None
     bound: int | Array
     origin: Origin
@@ -110,10 +108,6 @@ def _cast_rank(
     timeline = schedule(program, prices)
     host_s = pricing.backend.host_s_per_step[setup.mode]
     latency_s = _latency(timeline, batch, setup.mode) + host_s
-    stall_s: Dim = 0.0
-    if offload is not None:
-        unlinked = schedule(program, price_program(program, without_link(pricing)))
-        stall_s = latency_s - host_s - _latency(unlinked, batch, setup.mode)
     origins = {price.origin for block in prices.values() for price in block}
     origin = weakest(
         [*origins, *([pricing.backend.host_origin] if host_s else []), *([pool.origin] if pool is not None else [])]
@@ -129,13 +123,18 @@ def _cast_rank(
         footprint=footprint_of(setup, pricing, program, batch, scenario, pool),
         latency_s=latency_s,
         host_s=host_s,
-        stall_s=stall_s,
         reads=reads,
         bound=_bound(program, prices),
         origin=origin,
         tokens_per_s=gained / latency_s,
         throughput_origin=weakest([origin, "assumed"]) if assumed_acceptance else origin,
     )
+
+
+def stall_s(cast: Cast, pricing: Pricing) -> Dim:
+    """How much of a latency is due to the link to host memory: what it would lack with one that takes no time."""
+    unlinked = schedule(cast.program, price_program(cast.program, without_link(pricing)))
+    return cast.latency_s - cast.host_s - _latency(unlinked, cast.batch, cast.setup.mode)
 
 
 def offload_cast(

@@ -14,7 +14,7 @@ import numpy as np
 from castoff.casting.hits import Pool, check_hit_rate, check_pool_tokens
 from castoff.casting.prediction import pool_of_step
 from castoff.casting.price import BOUNDS, Pricing
-from castoff.casting.rank import Cast, cast_structure
+from castoff.casting.rank import Cast, cast_structure, stall_s
 from castoff.dims import Array
 from castoff.errors import CastoffError
 from castoff.model.setup import Setup, resolve_setup
@@ -178,7 +178,6 @@ def _figures(result: Cast) -> dict[str, Any]:
         "kv_bytes": memory.kv_bytes + memory.indexer_cache_bytes,
         "activation_bytes": memory.activation_bytes,
         "host_bytes": memory.host_kv_bytes,
-        "stall_s": result.stall_s,
         "fits": memory.fits,
         "bound": result.bound,
     }
@@ -219,6 +218,7 @@ def _cast_row(
         result = cast_structure(setup, pricing, _chunk(classes, part), scenario, _pool_chunk(pool, part))
         for name, figure in _figures(result).items():
             row[name][part] = figure
+        row["stall_s"][part] = stall_s(result, pricing) if scenario.offload.offloads else 0.0
         origins.append(result.origin)
     return weakest(origins)
 

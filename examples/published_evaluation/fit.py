@@ -1,4 +1,4 @@
-"""Fit the backend cann-ge on published decode steps, and say how well each constant is known.
+"""Fit the backend cann-ge on published decode steps without offload, and say how well each constant is known.
 
     python examples/published_evaluation/fit.py
 
@@ -14,11 +14,13 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 import castoff
+from castoff.spec.offload import Offload, OffloadMode
 from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, Scenario, Workload
 
 HERE = Path(__file__).resolve().parent
@@ -40,6 +42,8 @@ class Point:
     global_batch: int
     context_tokens: int
     graph: str
+    offload: OffloadMode
+    pool_tokens: int | None
     step_s: float
 
 
@@ -49,7 +53,8 @@ def read_points(path: Path = HERE / "points.csv") -> list[Point]:
         return [
             Point(
                 row["point"], row["model"], int(row["num_devices"]), int(row["global_batch"]),
-                int(row["context_tokens"]), row["graph"], float(row["step_ms"]) / 1e3,
+                int(row["context_tokens"]), row["graph"], cast(OffloadMode, row["offload"]),
+                int(row["pool_tokens"]) if row["pool_tokens"] else None, float(row["step_ms"]) / 1e3,
             )
             for row in csv.DictReader(file)
         ]  # fmt: skip
@@ -73,6 +78,7 @@ def scenario(point: Point, backend: str) -> Scenario:
         quant=quant,
         mtp=Mtp(num_mtp_tokens=3),
         compilation=Compilation(compile=True),
+        offload=Offload(offload=point.offload, pool_tokens=point.pool_tokens),
         backend=backend,
     )
 
@@ -139,7 +145,7 @@ def fit(
 
 def main() -> None:
     """Fit, leave each point out in turn, and compare what is shipped."""
-    every = read_points()
+    every = [point for point in read_points() if point.offload == "none"]
     points = [point for point in every if point.graph == "cann-ge"]
     constants, spread = fit(points)
     print("fitted on all points, with the standard deviation of each")

@@ -416,3 +416,71 @@ def test_every_value_that_crosses_a_block_is_one_of_its_inputs() -> None:
         for call in block.calls:
             used = {value.value for value in call.inputs if value is not None}
             assert used & made_by_ops <= own, f"{block.key}: {call.op.name}"
+
+
+class TestEvents:
+    def test_an_event_orders_streams_without_a_value(self) -> None:
+        recorder = Recorder()
+
+        def body(x: Abstract) -> tuple[Abstract]:
+            op(x, seconds=2)
+            recorder.signal(("planned", 0))
+            with recorder.on_stream(SIDE):
+                recorder.wait(("planned", 0))
+                op(x, seconds=5, units=())
+                recorder.signal(("fetched", 0))
+            op(x, seconds=1)
+            recorder.wait(("fetched", 0))
+            return (op(x, seconds=1),)
+
+        recorder.block("a", "a", body, recorder.tensor(1))
+        assert times(recorder.program) == [(0, 2), (2, 7), (2, 3), (7, 8)]
+
+    def test_events_of_a_repeated_block_are_of_its_own_layers(self) -> None:
+        """A layer sends for the rows of the next, and waits for its own, which the layer before sent for."""
+        recorder = Recorder()
+
+        def body(x: Abstract, layer: int) -> tuple[Abstract]:
+            first = op(x, seconds=1)
+            recorder.signal(("began", layer))
+            with recorder.on_stream(SIDE):
+                recorder.wait(("began", layer))
+                op(x, seconds=4, units=())
+                recorder.signal(("fetched", layer + 1))
+            recorder.wait(("fetched", layer))
+            return (op(first, seconds=1),)
+
+        x = recorder.tensor(1)
+        for layer in (3, 4, 5):
+            (x,) = recorder.block("layer", f"{layer}", lambda x: body(x, layer), x, layer=layer)  # noqa: B023
+        assert len(recorder.program.blocks) == 1
+        assert times(recorder.program) == [
+            (0, 1), (1, 5), (1, 2),
+            (2, 3), (5, 9), (5, 6),
+            (6, 7), (9, 13), (9, 10),
+        ]  # fmt: skip
+        # The step ends when its side stream does.
+        assert schedule(recorder.program, prices_of(recorder.program)).end_s == 13
+
+    def test_what_never_came_up_is_not_waited_for(self) -> None:
+        recorder = Recorder()
+
+        def body(x: Abstract) -> tuple[Abstract]:
+            recorder.wait(("installed", 0))
+            return (op(x, seconds=1),)
+
+        recorder.block("a", "a", body, recorder.tensor(1))
+        with recorder.on_stream(SIDE):
+            recorder.block("b", "b", lambda x: (op(x, seconds=1),), recorder.tensor(1))
+        assert times(recorder.program) == [(0, 1), (1, 2)]
+
+    def test_a_block_that_ends_with_a_wait_is_a_fault(self) -> None:
+        recorder = Recorder()
+
+        def body(x: Abstract) -> tuple[Abstract]:
+            y = op(x, seconds=1)
+            recorder.wait(("installed", 0))
+            return (y,)
+
+        with pytest.raises(AssertionError, match="ends with waits"):
+            recorder.block("a", "a", body, recorder.tensor(1))
