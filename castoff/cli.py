@@ -46,12 +46,15 @@ from castoff.flags import (
     parse_steps,
     sentence,
 )
+from castoff.lab import replay as replaying
+from castoff.replay_flags import ReplayFlags, ReplayGroup
 from castoff.report import catalogue
 from castoff.report import compare as comparing
 from castoff.report.chrome_trace import chrome_trace
 from castoff.report.output import check_outputs, console, print_note, print_text, render, write_file
 from castoff.report.plain import json_text
 from castoff.report.prediction_json import prediction_json
+from castoff.report.replay_text import replay_tables
 from castoff.report.run_text import convert_text, progress_line, run_text
 from castoff.report.shapes_csv import shapes_csv
 from castoff.report.step import step_report
@@ -261,6 +264,26 @@ def shapes(
         write_file(target, text)
 
 
+def replay(
+    trace: TraceFile,
+    /,
+    *,
+    what: ReplayGroup | None = None,
+    json: JsonTarget = None,
+) -> None:
+    """Replay a top-k trace with cache policies and sizes of pools: hit rates, misses, and bytes over the link."""
+    what = what or ReplayFlags()
+    check_outputs({"--json": None if json in (None, "-") else Path(str(json))})
+    asked, opened = what.replay, open_trace(trace)
+    model = what.model_of(opened)
+    with progress_line() as progress:
+        result = replaying.replay(opened, model, asked, progress=progress)
+    if json:
+        write_json(json, result)
+    if json != "-":
+        print_text(render(*replay_tables(result)))
+
+
 def trace_info(file: TraceFile, /, *, json: JsonTarget = None) -> None:
     """Check a top-k trace, and show what is in it."""
     check_outputs({"--json": None if json in (None, "-") else Path(str(json))})
@@ -371,7 +394,7 @@ def _app(argv: Sequence[str]) -> App:
     trace.command(trace_cut, name="cut")
     trace.command(trace_convert, name="convert")
     app.command(trace)
-    for command in (cast, run, convert, compare, models, devices, show, shapes):
+    for command in (cast, run, convert, compare, replay, models, devices, show, shapes):
         app.command(command)
     return app
 

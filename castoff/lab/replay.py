@@ -1,0 +1,182 @@
+"""Replaying a top-k trace: what pools of any size would have held, by any policy.
+
+Axes: G index groups, M steps of all requests, C counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+
+from castoff.errors import CastoffError
+from castoff.lab.policies import POLICIES, SET_ASSOCIATIVE, PolicyName
+from castoff.lab.requests import RequestRows, blocks, requests_of
+from castoff.lab.result import Replayed, ReplayResult, ReplayRow
+from castoff.policy.arrays import STATS, Ints, PoolState
+from castoff.policy.over_steps import RequestSteps, count_direct, count_gather, count_serve_install, new_state
+from castoff.spec.model import ModelSpec
+from castoff.spec.offload import MOST_WAYS, POOL_TOKENS, WAYS, PoolPolicy
+from castoff.spec.quant import AttentionAction, cache_format
+from castoff.spec.toml_file import did_you_mean
+from castoff.trace.reader import Trace
+from castoff.trace.steps import Steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What is replayed: every policy with every pool, and those of sets with every number of ways.
+
+    pools: rows of a request's pool in a layer. num_mtp_tokens: replay the first 1 + num_mtp_tokens queries of a step;
+    None for all. cache: format of the latent rows.
+    """
+
+    policies: tuple[PolicyName, ...] = ("fifo",)
+    pools: tuple[int, ...] = (POOL_TOKENS,)
+    ways: tuple[int, ...] = (WAYS,)
+    num_mtp_tokens: int | None = None
+    cache: AttentionAction = "DISABLED"
+
+    def __post_init__(self) -> None:
+        for policy in self.policies:
+            if policy not in POLICIES:
+                hint = did_you_mean(str(policy), POLICIES)
+                raise CastoffError(f"--policy {policy!r} is unknown{hint}; allowed: {', '.join(POLICIES)}")
+        for ways in self.ways:
+            if not 1 <= ways <= MOST_WAYS:
+                raise CastoffError(f"--ways must be from 1 to {MOST_WAYS}, got {ways}")
+        for name in ("policies", "pools", "ways"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                flag = {"policies": "--policy", "pools": "--pool", "ways": "--ways"}[name]
+                said = ",".join(map(str, values))
+                raise CastoffError(f"{flag} must name each thing once, got {said}" if values else f"{flag} is empty")
+        self._check_pools()
+
+    def _check_pools(self) -> None:
+        has_sets = any(policy in SET_ASSOCIATIVE for policy in self.policies)
+        for pool in self.pools:
+            if pool < 1:
+                raise CastoffError(f"--pool must be at least 1 token, got {pool}")
+            for ways in self.ways if has_sets else ():
+                if pool % ways:
+                    nearest = max(round(pool / ways), 1) * ways
+                    raise CastoffError(
+                        f"--pool must be a multiple of --ways {ways}, got {pool}; the nearest is {nearest}"
+                    )
+
+
+def replay(
+    trace: Trace, model: ModelSpec, given: Replay | None = None, *, progress: Callable[[str], None] = lambda _: None
+) -> ReplayResult:
+    """Replay a trace of a model. Raises CastoffError where trace, model and what is asked for do not go together."""
+    given = given or Replay()
+    layers = _layers_of_groups(trace, model)
+    queries = _queries(trace, given)
+    steps = trace.steps()
+    requests = requests_of(steps, queries)
+    if not requests:
+        raise CastoffError(
+            f"{trace.path} has {trace.num_steps:,} steps and no request in any; there is nothing to replay"
+        )
+    common = Replayed(
+        groups=range(len(layers)),
+        layers=layers,
+        ages_M=np.concatenate([np.arange(rows.num_steps) for rows in requests]),
+        num_steps=int(steps.active.any(axis=1).sum()),
+        row_bytes=cache_format(model, given.cache).latent_row_bytes,
+    )
+    jobs = list(_jobs(given))
+    rows: list[ReplayRow] = []
+    for index, job in enumerate(jobs):
+        progress(f"{trace.path}: {job.policy}, {index + 1:,} of {len(jobs):,}")
+        rows += _rows_of(job, steps, requests, queries, common)
+    return ReplayResult(
+        trace=str(trace.path),
+        model=model.name,
+        steps=common.num_steps,
+        requests=len(requests),
+        request_steps=len(common.ages_M),
+        query_length=queries,
+        index_topk=trace.header.index_topk,
+        row_bytes=common.row_bytes,
+        rows=tuple(rows),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is replayed in one pass."""
+
+    policy: PolicyName
+    ways: int | None
+    pool: int
+
+
+def _jobs(given: Replay) -> Iterator[_Job]:
+    for policy in given.policies:
+        if policy == "gather":
+            yield _Job(policy, None, 0)
+        else:
+            yield from (_Job(policy, ways, pool) for ways in given.ways for pool in given.pools)
+
+
+def _rows_of(
+    job: _Job, steps: Steps, requests: tuple[RequestRows, ...], queries: int, common: Replayed
+) -> Iterator[ReplayRow]:
+    columns = steps.ids_NGBSK.shape[-1]
+    stats_GMC = np.zeros((len(common.groups), len(common.ages_M), len(STATS)), np.int32)
+    for group in common.groups:
+        start = 0
+        for rows in requests:
+            state = new_state(queries, columns) if job.ways is None else new_state(job.pool // job.ways, job.ways)
+            for block in blocks(steps, group, rows, queries):
+                counted_MC = _count(job.policy, block, state)
+                stats_GMC[group, start : start + len(counted_MC)] = counted_MC
+                start += len(counted_MC)
+    yield common.row(job.policy, job.ways, job.pool or queries * columns, stats_GMC)
+
+
+def _count(policy: PolicyName, block: RequestSteps, state: PoolState) -> Ints:
+    match policy:
+        case "gather":
+            return count_gather(block, state)
+        case "serve_install":
+            return count_serve_install(block, state)
+        case "fifo" | "lru" | "clock":
+            assert policy in get_args(PoolPolicy)
+            return count_direct(policy, block, state)
+
+
+def _layers_of_groups(trace: Trace, model: ModelSpec) -> list[tuple[int, ...]]:
+    """Layers of each index group of a trace, owner first. Raises CastoffError for a trace of another model."""
+    header = trace.header
+    if model.indexer is None:
+        raise CastoffError(f"{model.name} has no indexer, so {trace.path} is not its trace; name another with --model")
+    if header.index_topk != model.indexer.index_topk:
+        raise CastoffError(
+            f"{trace.path} has {header.index_topk:,} ids per query, and {model.name} selects "
+            f"{model.indexer.index_topk:,}; name the trace's model with --model"
+        )
+    groups = {group.owner: group.layers for group in model.index_groups}
+    strange = [layer for layer in header.owner_layers if layer not in groups]
+    if strange:
+        raise CastoffError(
+            f"{trace.path} has selections of layer {strange[0]}, and in {model.name} the layers that select are "
+            f"{', '.join(map(str, groups))}; name the trace's model with --model"
+        )
+    return [groups[layer] for layer in header.owner_layers]
+
+
+def _queries(trace: Trace, given: Replay) -> int:
+    most = trace.header.query_length
+    if given.num_mtp_tokens is None:
+        return most
+    if not 0 <= given.num_mtp_tokens < most:
+        raise CastoffError(
+            f"--mtp must be from 0 to {most - 1}, since {trace.path} has {most} query tokens per request and step, got "
+            f"{given.num_mtp_tokens}"
+        )
+    return given.num_mtp_tokens + 1
