@@ -5,24 +5,21 @@ Axes: G index groups, M steps of all requests, C counters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 
 from castoff.errors import CastoffError
+from castoff.lab.passes import Replayable, count, passes
 from castoff.lab.policies import POLICIES, SET_ASSOCIATIVE, PolicyName
-from castoff.lab.requests import RequestRows, blocks, requests_of
+from castoff.lab.requests import MOST_TOKENS, requests_of
 from castoff.lab.result import Replayed, ReplayResult, ReplayRow
-from castoff.policy.arrays import STATS, Ints, PoolState
-from castoff.policy.over_steps import RequestSteps, count_direct, count_gather, count_serve_install, new_state
 from castoff.spec.model import ModelSpec
-from castoff.spec.offload import MOST_WAYS, POOL_TOKENS, WAYS, PoolPolicy
+from castoff.spec.offload import MOST_WAYS, POOL_TOKENS, WAYS
 from castoff.spec.quant import AttentionAction, cache_format
 from castoff.spec.toml_file import did_you_mean
 from castoff.trace.reader import Trace
-from castoff.trace.steps import Steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +55,8 @@ class Replay:
     def _check_pools(self) -> None:
         has_sets = any(policy in SET_ASSOCIATIVE for policy in self.policies)
         for pool in self.pools:
-            if pool < 1:
-                raise CastoffError(f"--pool must be at least 1 token, got {pool}")
+            if not 1 <= pool <= MOST_TOKENS:
+                raise CastoffError(f"--pool must be from 1 to {MOST_TOKENS} tokens, got {pool}")
             for ways in self.ways if has_sets else ():
                 if pool % ways:
                     nearest = max(round(pool / ways), 1) * ways
@@ -81,6 +78,7 @@ def replay(
         raise CastoffError(
             f"{trace.path} has {trace.num_steps:,} steps and no request in any; there is nothing to replay"
         )
+    replayable = Replayable(steps, requests, queries)
     common = Replayed(
         groups=range(len(layers)),
         layers=layers,
@@ -88,11 +86,16 @@ def replay(
         num_steps=int(steps.active.any(axis=1).sum()),
         row_bytes=cache_format(model, given.cache).latent_row_bytes,
     )
-    jobs = list(_jobs(given))
+    every = list(passes(given.policies, given.pools, given.ways))
     rows: list[ReplayRow] = []
-    for index, job in enumerate(jobs):
-        progress(f"{trace.path}: {job.policy}, {index + 1:,} of {len(jobs):,}")
-        rows += _rows_of(job, steps, requests, queries, common)
+    for index, own in enumerate(every):
+        what = f"{trace.path}: {own.policy}, pass {index + 1:,} of {len(every):,}"
+        counts_PGMC = count(replayable, own, progress=_groups_of(what, len(layers), progress))
+        sizes = own.pools or (queries * replayable.columns,)
+        rows += (
+            common.row(own.policy, own.ways, pool, counts_GMC)
+            for pool, counts_GMC in zip(sizes, counts_PGMC, strict=True)
+        )
     return ReplayResult(
         trace=str(trace.path),
         model=model.name,
@@ -106,48 +109,8 @@ def replay(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What is replayed in one pass."""
-
-    policy: PolicyName
-    ways: int | None
-    pool: int
-
-
-def _jobs(given: Replay) -> Iterator[_Job]:
-    for policy in given.policies:
-        if policy == "gather":
-            yield _Job(policy, None, 0)
-        else:
-            yield from (_Job(policy, ways, pool) for ways in given.ways for pool in given.pools)
-
-
-def _rows_of(
-    job: _Job, steps: Steps, requests: tuple[RequestRows, ...], queries: int, common: Replayed
-) -> Iterator[ReplayRow]:
-    columns = steps.ids_NGBSK.shape[-1]
-    stats_GMC = np.zeros((len(common.groups), len(common.ages_M), len(STATS)), np.int32)
-    for group in common.groups:
-        start = 0
-        for rows in requests:
-            state = new_state(queries, columns) if job.ways is None else new_state(job.pool // job.ways, job.ways)
-            for block in blocks(steps, group, rows, queries):
-                counted_MC = _count(job.policy, block, state)
-                stats_GMC[group, start : start + len(counted_MC)] = counted_MC
-                start += len(counted_MC)
-    yield common.row(job.policy, job.ways, job.pool or queries * columns, stats_GMC)
-
-
-def _count(policy: PolicyName, block: RequestSteps, state: PoolState) -> Ints:
-    match policy:
-        case "gather":
-            return count_gather(block, state)
-        case "serve_install":
-            return count_serve_install(block, state)
-        case "fifo" | "lru" | "clock":
-            assert policy in get_args(PoolPolicy)
-            return count_direct(policy, block, state)
+def _groups_of(what: str, groups: int, progress: Callable[[str], None]) -> Callable[[int], None]:
+    return lambda group: progress(f"{what}, group {group + 1:,} of {groups:,}")
 
 
 def _layers_of_groups(trace: Trace, model: ModelSpec) -> list[tuple[int, ...]]:
