@@ -47,13 +47,15 @@ from castoff.flags import (
     sentence,
 )
 from castoff.lab import replay as replaying
-from castoff.replay_flags import ReplayFlags, ReplayGroup
+from castoff.replay_flags import ReplayFiles, ReplayFilesGroup, ReplayFlags, ReplayGroup
 from castoff.report import catalogue
 from castoff.report import compare as comparing
 from castoff.report.chrome_trace import chrome_trace
 from castoff.report.output import check_outputs, console, print_note, print_text, render, write_file
 from castoff.report.plain import json_text
 from castoff.report.prediction_json import prediction_json
+from castoff.report.replay_csv import replay_csv
+from castoff.report.replay_curves import replay_html, replay_svg
 from castoff.report.replay_text import replay_tables
 from castoff.report.run_text import convert_text, progress_line, run_text
 from castoff.report.shapes_csv import shapes_csv
@@ -269,15 +271,19 @@ def replay(
     /,
     *,
     what: ReplayGroup | None = None,
+    files: ReplayFilesGroup | None = None,
     json: JsonTarget = None,
 ) -> None:
     """Replay a top-k trace with cache policies and sizes of pools: hit rates, misses, and bytes over the link."""
-    what = what or ReplayFlags()
-    check_outputs({"--json": None if json in (None, "-") else Path(str(json))})
+    what, files = what or ReplayFlags(), files or ReplayFiles()
+    check_outputs({"--json": None if json in (None, "-") else Path(str(json)), **files.by_flag})
     asked, opened = what.replay, open_trace(trace)
     model = what.model_of(opened)
     with progress_line() as progress:
         result = replaying.replay(opened, model, asked, progress=progress)
+    for written, text_of in ((files.csv, replay_csv), (files.svg, replay_svg), (files.html, replay_html)):
+        if written is not None:
+            write_file(written, text_of(result))
     if json:
         write_json(json, result)
     if json != "-":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter, Token
@@ -102,4 +103,21 @@ class ReplayFlags:
             ) from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayFiles:
+    """What is written beside JSON."""
+
+    csv: Annotated[Path | None, Parameter(metavar="FILE", help="Write all figures as CSV, by index group too.")] = None
+    svg: Annotated[Path | None, Parameter(metavar="FILE", help="Draw hit rates over the size of the pool.")] = None
+    html: Annotated[
+        Path | None, Parameter(metavar="FILE", help="Write a page of curves and figures that needs no other file.")
+    ] = None
+
+    @property
+    def by_flag(self) -> dict[str, Path | None]:
+        """The files by the flags that name them."""
+        return {"--csv": self.csv, "--svg": self.svg, "--html": self.html}
+
+
 ReplayGroup = Annotated[ReplayFlags, Parameter(name="*", group=Group("Replay", sort_key=1))]
+ReplayFilesGroup = Annotated[ReplayFiles, Parameter(name="*", group=Group("Output", sort_key=2))]
