@@ -18,26 +18,26 @@ from castoff.spec.offload import POOL_TOKENS, WAYS
 from castoff.spec.quant import AttentionAction
 from castoff.trace.reader import Trace
 
-MOST_POOLS = 10_000
+MOST_SIZES = 10_000
 _RANGE = re.compile(r"([0-9]{1,12}):([0-9]{1,12}):([0-9]{1,12})")
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Whole numbers and FIRST:LAST:STEP, the last included, separated by commas. Raises CastoffError."""
+    """Whole numbers and FIRST:LAST:STEP, the last included, separated by commas. Raises ValueError."""
     sizes: list[int] = []
     for part in (part.strip() for part in text.split(",")):
         if match := _RANGE.fullmatch(part):
             first, last, step = map(int, match.groups())
-            if step < 1 or last < first or (last - first) // step >= MOST_POOLS:
-                raise CastoffError(
-                    f"--pool {part}: FIRST:LAST:STEP needs LAST at least FIRST, STEP at least 1, and no more than "
-                    f"{MOST_POOLS:,} sizes"
+            if step < 1 or last < first or (last - first) // step >= MOST_SIZES:
+                raise ValueError(
+                    f"FIRST:LAST:STEP needs LAST at least FIRST, STEP at least 1, and no more than {MOST_SIZES:,} "
+                    f"sizes, got {part}"
                 )
             sizes += range(first, last + 1, step)
         elif re.fullmatch(r"[+-]?[0-9]{1,12}", part):
             sizes.append(int(part))
         else:
-            raise CastoffError(f"--pool must be whole numbers or FIRST:LAST:STEP, separated by commas, got {part!r}")
+            raise ValueError(f"whole numbers or FIRST:LAST:STEP, separated by commas, are needed, got {part!r}")
     return tuple(dict.fromkeys(sizes))
 
 

@@ -5,16 +5,18 @@ Axes: G index groups, M steps of all requests, C counters.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from castoff.errors import CastoffError
+from castoff.errors import CastoffError, CastoffWarning
 from castoff.lab.passes import Replayable, count, passes
 from castoff.lab.policies import POLICIES, SET_ASSOCIATIVE, PolicyName
 from castoff.lab.requests import MOST_TOKENS, requests_of
 from castoff.lab.result import Replayed, ReplayResult, ReplayRow
+from castoff.policy.compiled import has_numba
 from castoff.spec.model import ModelSpec
 from castoff.spec.offload import MOST_WAYS, POOL_TOKENS, WAYS
 from castoff.spec.quant import AttentionAction, cache_format
@@ -77,6 +79,12 @@ def replay(
     if not requests:
         raise CastoffError(
             f"{trace.path} has {trace.num_steps:,} steps and no request in any; there is nothing to replay"
+        )
+    if not has_numba():
+        warnings.warn(
+            "replays run as plain Python, which is slow: pip install 'castoff[lab]' brings numba",
+            CastoffWarning,
+            stacklevel=2,
         )
     replayable = Replayable(steps, requests, queries)
     common = Replayed(
