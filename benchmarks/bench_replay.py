@@ -3,9 +3,9 @@
     python benchmarks/bench_replay.py --runs 3
 
 The trace is 1,000 steps of one request of 64K tokens, 21 index groups of one query of 2,048 ids each: 43 million ids.
-Every policy is replayed with a pool of 8,192 rows, in sets of 16 where it has sets; full-lru with 16 sizes of pools from
-2,048 to 32,768 in one pass. Prints the time of each, and appends rows to benchmarks/replay.csv. Code is compiled before.
-Run it on an idle machine; everything is pinned to one core.
+Every policy is replayed with a pool of 8,192 rows, in sets of 16 where it has sets; full-lru with 16 sizes of pools
+from 2,048 to 32,768 in one pass. Prints the time of each, and appends rows to benchmarks/replay.csv. Code is compiled
+before. Run it on an idle machine; everything is pinned to one core.
 """
 
 from __future__ import annotations

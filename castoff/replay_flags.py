@@ -80,6 +80,10 @@ class ReplayFlags:
     ] = "DISABLED"
     model: Annotated[str | None, Parameter(help="The trace's model, where its name for it is not known here.")] = None
 
+    num_hidden_layers_override: Annotated[
+        int | None, Parameter(help="The first layers that a run kept, where it did not keep all.")
+    ] = None
+
     @property
     def replay(self) -> Replay:
         """What is replayed. Raises CastoffError."""
@@ -94,7 +98,7 @@ class ReplayFlags:
     def model_of(self, trace: Trace) -> ModelSpec:
         """The model that a trace is of. Raises CastoffError where it is not known."""
         try:
-            return load_model(self.model or trace.header.model)
+            return load_model(self.model or trace.header.model, num_hidden_layers=self.num_hidden_layers_override)
         except CastoffError as error:
             if self.model is not None:
                 raise

@@ -23,6 +23,9 @@ from castoff.policy.over_steps import RequestSteps, count_direct, count_gather, 
 from castoff.policy.stack_distance import count_lru
 from castoff.trace.steps import Steps
 
+MOST_COUNTS = 2**27
+"""Counts that a pass keeps at once, if it has more pools than one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -47,6 +50,16 @@ class Replayable:
         return sum(rows.num_steps for rows in self.requests)
 
     @property
+    def pools_at_once(self) -> int:
+        """Pools whose counts do not take too much memory together."""
+        return max(MOST_COUNTS // (self.groups * self.num_steps * len(STATS)), 1)
+
+    @property
+    def groups(self) -> int:
+        """Index groups (G)."""
+        return int(self.steps.ids_NGBSK.shape[1])
+
+    @property
     def columns(self) -> int:
         """Ids of a query (K)."""
         return int(self.steps.ids_NGBSK.shape[-1])
@@ -56,13 +69,17 @@ class Replayable:
         return blocks(self.steps, group, rows, self.queries)
 
 
-def passes(policies: Sequence[PolicyName], pools: Sequence[int], ways: Sequence[int]) -> Iterator[Pass]:
-    """Every policy with every pool, and those of sets with every number of ways."""
+def passes(
+    policies: Sequence[PolicyName], pools: Sequence[int], ways: Sequence[int], *, pools_at_once: int
+) -> Iterator[Pass]:
+    """Every policy with every pool, and those of sets with every number of ways. pools_at_once: at most, in a pass."""
     for policy in policies:
         if policy == "gather":
             yield Pass(policy, (), None)
         elif policy == "full-lru":
-            yield Pass(policy, tuple(sorted(pools)), None)
+            ascending = sorted(pools)
+            for first in range(0, len(pools), pools_at_once):
+                yield Pass(policy, tuple(ascending[first : first + pools_at_once]), None)
         else:
             yield from (
                 Pass(policy, (pool,), each)
@@ -73,8 +90,7 @@ def passes(policies: Sequence[PolicyName], pools: Sequence[int], ways: Sequence[
 
 def count(given: Replayable, own: Pass, *, progress: Callable[[int], None]) -> Ints:
     """Counts (P, G, M, C) of every step, by request; one pool where the pass names none. progress: told each group."""
-    groups = given.steps.ids_NGBSK.shape[1]
-    counts_PGMC = np.zeros((max(len(own.pools), 1), groups, given.num_steps, len(STATS)), np.int32)
+    counts_PGMC = np.zeros((max(len(own.pools), 1), given.groups, given.num_steps, len(STATS)), np.int32)
 
     def count_group(group: int) -> int:
         start = 0
@@ -88,7 +104,7 @@ def count(given: Replayable, own: Pass, *, progress: Callable[[int], None]) -> I
     progress(count_group(0))
     pool = ThreadPoolExecutor(_cores())
     try:
-        for group in pool.map(count_group, range(1, groups)):
+        for group in pool.map(count_group, range(1, given.groups)):
             progress(group)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -94,7 +94,7 @@ def replay(
         num_steps=int(steps.active.any(axis=1).sum()),
         row_bytes=cache_format(model, given.cache).latent_row_bytes,
     )
-    every = list(passes(given.policies, given.pools, given.ways))
+    every = list(passes(given.policies, given.pools, given.ways, pools_at_once=replayable.pools_at_once))
     rows: list[ReplayRow] = []
     for index, own in enumerate(every):
         what = f"{trace.path}: {own.policy}, pass {index + 1:,} of {len(every):,}"

@@ -99,6 +99,16 @@ def test_queries_format_and_model(capsys: Capture) -> None:
     assert (own["model"], own["row_bytes"]) == ("wide.json", 128 + 4 + 16)
 
 
+def test_a_model_that_a_run_cut(capsys: Capture) -> None:
+    grouped = {**CONFIG, "num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 3}
+    Path("grouped.json").write_text(json.dumps(grouped))
+    whole = replayed(capsys, "--model", "grouped.json")
+    cut = replayed(capsys, "--model", "grouped.json", "--num-hidden-layers-override", "4")
+    for result, last in ((whole, [2, 3, 4]), (cut, [2, 3])):
+        assert [group["layers"] for group in result["rows"][0]["per_group"]] == [[0], [1], last]
+    assert whole["rows"][0]["link_bytes_per_step"] > cut["rows"][0]["link_bytes_per_step"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from castoff.errors import CastoffError
-from castoff.lab import requests
+from castoff.lab import passes, requests
 from castoff.lab.policies import POLICIES, PolicyName
 from castoff.lab.replay import Replay, replay
 from castoff.lab.result import ReplayResult, ReplayRow
@@ -72,6 +72,7 @@ def test_a_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     trace = record(tmp_path / "x.topk", [[0]] * 20)
     expected = replay(trace, MODEL, EVERY)
     monkeypatch.setattr(requests, "BLOCK_IDS", 100)
+    monkeypatch.setattr(passes, "MOST_COUNTS", 1)
     assert replay(trace, MODEL, EVERY) == expected
 
 
@@ -216,3 +217,20 @@ def test_positions_beyond_all_contexts(tmp_path: Path) -> None:
         writer.append(np.array([5]), None, None, np.full((2, 1, 1, 1), 2**30))
     with pytest.raises(CastoffError, match="request 5 selects position 1,073,741,824; a replay takes positions below"):
         replay(open_trace(tmp_path / "x.topk"), MODEL)
+
+
+def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    glm = load_model("zai-org/GLM-5.2")
+    header = TraceHeader.of_model(glm, batch=1, query_length=1)
+    with TraceWriter("mine.topk", header) as writer:
+        for length in (5000, 5001):
+            ids = np.broadcast_to(np.arange(2048), (21, 1, 1, 2048))
+            writer.append(np.array([0]), np.array([length]), np.array([1]), ids)
+    text = (Path(__file__).resolve().parents[2] / "docs" / "replay.md").read_text(encoding="utf-8")
+    code = text.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/replay.md", "exec"), names)
+    # Both pools hold the whole of the first step's selection.
+    assert set(names["rates"].values()) == {0.5}
+    assert len(names["rates"]) == 2 * 2 + 2 + 2
