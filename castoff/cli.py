@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import logging
 import os
@@ -46,12 +45,17 @@ from castoff.flags import (
     parse_steps,
     sentence,
 )
+from castoff.lab import replay as replaying
+from castoff.replay_flags import ReplayFiles, ReplayFilesGroup, ReplayFlags, ReplayGroup
 from castoff.report import catalogue
 from castoff.report import compare as comparing
 from castoff.report.chrome_trace import chrome_trace
 from castoff.report.output import check_outputs, console, print_note, print_text, render, write_file
 from castoff.report.plain import json_text
 from castoff.report.prediction_json import prediction_json
+from castoff.report.replay_csv import replay_csv
+from castoff.report.replay_curves import replay_html, replay_svg
+from castoff.report.replay_text import replay_tables
 from castoff.report.run_text import convert_text, progress_line, run_text
 from castoff.report.shapes_csv import shapes_csv
 from castoff.report.step import step_report
@@ -62,8 +66,7 @@ from castoff.runtime import generate
 from castoff.runtime.options import RunOptions
 from castoff.spec.backend import Backend, load_backend, shipped_backends
 from castoff.spec.device import Device, load_device, shipped_devices
-from castoff.spec.model import ALIASES, ModelSpec, load_model, shipped_models
-from castoff.spec.model_files import find_config
+from castoff.spec.model import ModelSpec, load_model, shipped_models
 from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Workload
 from castoff.spec.toml_file import read_toml
@@ -71,6 +74,7 @@ from castoff.trace.convert import convert_arrays, read_trace_arrays
 from castoff.trace.cut import cut_trace
 from castoff.trace.reader import open_trace
 from castoff.trace.summary import summarize
+from castoff.trace.writer import refuse_sources
 
 # The device that the GLM-5 design is written for. Shapes depend on a device only through what it cannot do.
 SHAPES_DEVICE = "ATLAS_800_A3_752T_128G_DIE"
@@ -226,7 +230,7 @@ def show(
         details = catalogue.device_details(found)
     else:
         if not Path(name).exists():
-            _require_known(name)
+            catalogue.require_known(name)
         found = load_model(name)
         details = catalogue.model_details(found)
     if json:
@@ -259,6 +263,33 @@ def shapes(
         print_text(text)
     else:
         write_file(target, text)
+
+
+def replay(
+    trace: TraceFile,
+    /,
+    *,
+    what: ReplayGroup | None = None,
+    files: ReplayFilesGroup | None = None,
+    json: JsonTarget = None,
+) -> None:
+    """Replay a top-k trace with cache policies and sizes of pools: hit rates, misses, and bytes over the link."""
+    what, files = what or ReplayFlags(), files or ReplayFiles()
+    check_outputs({"--json": None if json in (None, "-") else Path(str(json)), **files.by_flag})
+    for target in (Path(json) if json not in (None, "-") else None, *files.by_flag.values()):
+        if target is not None:
+            refuse_sources(target, trace)
+    asked, opened = what.replay, open_trace(trace)
+    model = what.model_of(opened)
+    with progress_line() as progress:
+        result = replaying.replay(opened, model, asked, progress=progress)
+    for written, text_of in ((files.csv, replay_csv), (files.svg, replay_svg), (files.html, replay_html)):
+        if written is not None:
+            write_file(written, text_of(result))
+    if json:
+        write_json(json, result)
+    if json != "-":
+        print_text(render(*replay_tables(result)))
 
 
 def trace_info(file: TraceFile, /, *, json: JsonTarget = None) -> None:
@@ -371,7 +402,7 @@ def _app(argv: Sequence[str]) -> App:
     trace.command(trace_cut, name="cut")
     trace.command(trace_convert, name="convert")
     app.command(trace)
-    for command in (cast, run, convert, compare, models, devices, show, shapes):
+    for command in (cast, run, convert, compare, replay, models, devices, show, shapes):
         app.command(command)
     return app
 
@@ -414,18 +445,3 @@ def write_json(target: str, value: object) -> None:
         print_text(text)
     else:
         write_file(Path(target), text)
-
-
-def _require_known(name: str) -> None:
-    """Refuse a name that is no model, with the nearest of models, devices and backends."""
-    try:
-        find_config(name)
-    except CastoffError:
-        known = {"models": shipped_models(), "devices": shipped_devices(), "backends": shipped_backends()}
-        names = {alias.lower(): alias for alias in ALIASES}
-        for entry in (entry for entries in known.values() for entry in entries):
-            names[entry.lower()] = names[entry.rpartition("/")[2].lower()] = entry
-        near = dict.fromkeys(names[match] for match in difflib.get_close_matches(name.lower(), names, n=6))
-        hint = f" (did you mean {' or '.join(list(near)[:3])}?)" if near else ""
-        listing = "; ".join(f"{kind}: {', '.join(entries)}" for kind, entries in known.items())
-        raise CastoffError(f"{name!r} is no model, device or backend{hint}; {listing}") from None

@@ -75,7 +75,7 @@ def plan_direct(
     assert staging_rows >= queries * columns
     plan = new_fetch_plan(requests, queries, columns)
     # Arrays one by one: numba takes microseconds to unpack tuples of them.
-    compiled(_planner(policy))(*selection, ring_first_B, *state, ring_tokens, staging_rows, *plan)
+    compiled(planner(policy))(*selection, ring_first_B, *state, ring_tokens, staging_rows, *plan)
     return plan
 
 
@@ -100,7 +100,7 @@ class _Request(NamedTuple):
 
 
 @cache
-def _planner(policy: PoolPolicy) -> Callable[..., None]:
+def planner(policy: PoolPolicy) -> Callable[..., None]:
     """The function that plans by one policy; its arguments are those of `plan_direct` and the arrays of the plan."""
     touch, victim = _POLICIES[policy]
 

@@ -49,7 +49,7 @@ def plan_gather(selection: Selection, tags_RNW: Ints) -> FetchPlan:
     assert queries <= sets
     assert columns <= ways
     plan = new_fetch_plan(requests, queries, columns)
-    compiled(_plan_requests)(*selection, tags_RNW, *plan)
+    compiled(plan_requests)(*selection, tags_RNW, *plan)
     return plan
 
 
@@ -64,7 +64,7 @@ class _Query(NamedTuple):
     rows_K: Ints
 
 
-def _plan_requests(
+def plan_requests(
     topk_TK: Ints,
     slot_mapping_T: Longs,
     seq_lens_B: Longs,

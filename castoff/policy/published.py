@@ -61,7 +61,7 @@ def plan_serve(selection: Selection, tags_RNW: Ints, hands_RN: Ints) -> ServePla
         np.empty(requests, np.int32),
         np.empty((requests, len(STATS)), np.int32),
     )
-    compiled(_plan_requests)(*selection, tags_RNW, hands_RN, *plan)
+    compiled(plan_requests)(*selection, tags_RNW, hands_RN, *plan)
     return plan
 
 
@@ -75,7 +75,7 @@ def install_metadata(
     assert tags_RNW.shape[:2] == hands_RN.shape
     assert install_ids_BX.shape == install_rows_BX.shape
     assert len(install_ids_BX) == len(counts_B) == len(request_slots_B)
-    compiled(_install)(install_ids_BX, install_rows_BX, counts_B, request_slots_B, tags_RNW, hands_RN)
+    compiled(install)(install_ids_BX, install_rows_BX, counts_B, request_slots_B, tags_RNW, hands_RN)
 
 
 class _Request(NamedTuple):
@@ -92,7 +92,7 @@ class _Request(NamedTuple):
     stats_C: Ints
 
 
-def _plan_requests(
+def plan_requests(
     topk_TK: Ints,
     slot_mapping_T: Longs,
     seq_lens_B: Longs,
@@ -185,7 +185,7 @@ def _distinct(rows: Ints, seen_P: Ints) -> int:
     return int(seen_P.sum())
 
 
-def _install(
+def install(
     install_ids_BX: Ints, install_rows_BX: Ints, counts_B: Ints, request_slots_B: Longs, tags_RNW: Ints, hands_RN: Ints
 ) -> None:
     slots, sets, ways = tags_RNW.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
@@ -12,9 +13,10 @@ from castoff.errors import CastoffError
 from castoff.model.weights import model_parameters
 from castoff.report.grid import facts_table, table
 from castoff.report.units import bandwidth, count, flops_rate, gib_text, microseconds
-from castoff.spec.backend import Backend
-from castoff.spec.device import Device, LinkTier
-from castoff.spec.model import ALIASES, ModelSpec
+from castoff.spec.backend import Backend, shipped_backends
+from castoff.spec.device import Device, LinkTier, shipped_devices
+from castoff.spec.model import ALIASES, ModelSpec, shipped_models
+from castoff.spec.model_files import find_config
 from castoff.spec.quant import AttentionAction, cache_format
 
 
@@ -198,3 +200,18 @@ def _sourced(title: str) -> Table:
     made = table(title, ["figure", "value", "source"], left=3)
     made.columns[1].no_wrap = made.columns[2].no_wrap = False
     return made
+
+
+def require_known(name: str) -> None:
+    """Refuse a name that is no model, with the nearest of models, devices and backends."""
+    try:
+        find_config(name)
+    except CastoffError:
+        known = {"models": shipped_models(), "devices": shipped_devices(), "backends": shipped_backends()}
+        names = {alias.lower(): alias for alias in ALIASES}
+        for entry in (entry for entries in known.values() for entry in entries):
+            names[entry.lower()] = names[entry.rpartition("/")[2].lower()] = entry
+        near = dict.fromkeys(names[match] for match in difflib.get_close_matches(name.lower(), names, n=6))
+        hint = f" (did you mean {' or '.join(list(near)[:3])}?)" if near else ""
+        listing = "; ".join(f"{kind}: {', '.join(entries)}" for kind, entries in known.items())
+        raise CastoffError(f"{name!r} is no model, device or backend{hint}; {listing}") from None

@@ -1,0 +1,1 @@
+"""What caches would have done with recorded selections."""
