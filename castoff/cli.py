@@ -46,6 +46,7 @@ from castoff.flags import (
     sentence,
 )
 from castoff.lab import replay as replaying
+from castoff.lab.profile import hit_profile
 from castoff.replay_flags import ReplayFiles, ReplayFilesGroup, ReplayFlags, ReplayGroup
 from castoff.report import catalogue
 from castoff.report import compare as comparing
@@ -283,9 +284,12 @@ def replay(
     model = what.model_of(opened)
     with progress_line() as progress:
         result = replaying.replay(opened, model, asked, progress=progress)
+    profile = hit_profile(result, model, opened).as_json() if files.hit_profile else None
     for written, text_of in ((files.csv, replay_csv), (files.svg, replay_svg), (files.html, replay_html)):
         if written is not None:
             write_file(written, text_of(result))
+    if files.hit_profile:
+        write_json(str(files.hit_profile), profile)
     if json:
         write_json(json, result)
     if json != "-":

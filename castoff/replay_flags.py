@@ -116,11 +116,14 @@ class ReplayFiles:
     html: Annotated[
         Path | None, Parameter(metavar="FILE", help="Write a page of curves and figures that needs no other file.")
     ] = None
+    hit_profile: Annotated[
+        Path | None, Parameter(metavar="FILE", help="Write what `castoff cast --hit-profile FILE` reads.")
+    ] = None
 
     @property
     def by_flag(self) -> dict[str, Path | None]:
         """The files by the flags that name them."""
-        return {"--csv": self.csv, "--svg": self.svg, "--html": self.html}
+        return {"--csv": self.csv, "--svg": self.svg, "--html": self.html, "--hit-profile": self.hit_profile}
 
 
 ReplayGroup = Annotated[ReplayFlags, Parameter(name="*", group=Group("Replay", sort_key=1))]

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from castoff.lab.result import ReplayResult, ReplayRow
-from castoff.report.tables import table
+from castoff.report.grid import table
 from castoff.report.units import count, percent, size_text
 
 CHART_COLUMNS, CHART_LINES = 72, 16

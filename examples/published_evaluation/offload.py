@@ -3,9 +3,9 @@
     python examples/published_evaluation/offload.py
 
 GE Graph with pools of 8K gives how fast rows of the host are read, NPUGraph Ex with 8K what a launch of an offload
-kernel takes there. The steps without offload are those of fit.py. Hit rates are the published 85 % at 8K, and at 16K what
-the synthetic generator gives, fitted to the published rates; both were fixed before any latency was looked at. Each
-figure is given with its range over what the data leave open.
+kernel takes there. The steps without offload are those of fit.py. Hit rates are the published 85 % at 8K, and at 16K
+what the synthetic generator gives, fitted to the published rates; both were fixed before any latency was looked at.
+Each figure is given with its range over what the data leave open.
 """
 
 from __future__ import annotations

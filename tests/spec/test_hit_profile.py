@@ -59,7 +59,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused() -> None:
-    with pytest.raises(CastoffError, match=r"is of zai-org/GLM-5\.2, which selects 2048 tokens in 21 index groups; deep"):
+    with pytest.raises(
+        CastoffError, match=r"is of zai-org/GLM-5\.2, which selects 2048 tokens in 21 index groups; deep"
+    ):
         check_profile(shipped(), DEEPSEEK_V32, owners(DEEPSEEK_V32), 2048)
     with pytest.raises(CastoffError, match="take a profile of this model"):
         check_profile(shipped(), GLM_52, owners(GLM_52), 1024)
