@@ -78,6 +78,9 @@ class ReplayFlags:
     quantize_attention_action: Annotated[
         AttentionAction, Parameter(help="Format of the cache, which says what a row takes on the link.")
     ] = "DISABLED"
+    skip_steps: Annotated[
+        int, Parameter(help="Steps at the start of each request that fill its pool and are not counted.")
+    ] = 0
     model: Annotated[str | None, Parameter(help="The trace's model, where its name for it is not known here.")] = None
 
     num_hidden_layers_override: Annotated[
@@ -93,6 +96,7 @@ class ReplayFlags:
             ways=self.ways,
             num_mtp_tokens=self.mtp,
             cache=self.quantize_attention_action,
+            skip_steps=self.skip_steps,
         )
 
     def model_of(self, trace: Trace) -> ModelSpec:

@@ -29,7 +29,8 @@ class Replay:
     """What is replayed: every policy with every pool, and those of sets with every number of ways.
 
     pools: rows of a request's pool in a layer. num_mtp_tokens: replay the first 1 + num_mtp_tokens queries of a step;
-    None for all. cache: format of the latent rows.
+    None for all. cache: format of the latent rows. skip_steps: first steps of each request that fill its pool and are
+    not counted, save in the warm-up curve.
     """
 
     policies: tuple[PolicyName, ...] = ("fifo",)
@@ -37,6 +38,7 @@ class Replay:
     ways: tuple[int, ...] = (WAYS,)
     num_mtp_tokens: int | None = None
     cache: AttentionAction = "DISABLED"
+    skip_steps: int = 0
 
     def __post_init__(self) -> None:
         for policy in self.policies:
@@ -52,6 +54,8 @@ class Replay:
                 flag = {"policies": "--policy", "pools": "--pool", "ways": "--ways"}[name]
                 said = ",".join(map(str, values))
                 raise CastoffError(f"{flag} must name each thing once, got {said}" if values else f"{flag} is empty")
+        if self.skip_steps < 0:
+            raise CastoffError(f"--skip-steps must be at least 0, got {self.skip_steps}")
         self._check_pools()
 
     def _check_pools(self) -> None:
@@ -87,11 +91,19 @@ def replay(
             stacklevel=2,
         )
     replayable = Replayable(steps, requests, queries)
+    ages_M = np.concatenate([np.arange(rows.num_steps) for rows in requests])
+    counted_M = ages_M >= given.skip_steps
+    if not counted_M.any():
+        raise CastoffError(
+            f"--skip-steps {given.skip_steps} leaves nothing of {trace.path}: no request has more than "
+            f"{ages_M.max() + 1:,} steps"
+        )
     common = Replayed(
         groups=range(len(layers)),
         layers=layers,
-        ages_M=np.concatenate([np.arange(rows.num_steps) for rows in requests]),
-        num_steps=int(steps.active.any(axis=1).sum()),
+        ages_M=ages_M,
+        counted_M=counted_M,
+        num_steps=len(np.unique(np.concatenate([rows.steps_M for rows in requests])[counted_M])),
         row_bytes=cache_format(model, given.cache).latent_row_bytes,
     )
     every = list(passes(given.policies, given.pools, given.ways, pools_at_once=replayable.pools_at_once))
@@ -109,7 +121,7 @@ def replay(
         model=model.name,
         steps=common.num_steps,
         requests=len(requests),
-        request_steps=len(common.ages_M),
+        request_steps=int(counted_M.sum()),
         query_length=queries,
         index_topk=trace.header.index_topk,
         row_bytes=common.row_bytes,

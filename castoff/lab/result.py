@@ -91,7 +91,7 @@ class ReplayRow:
 class ReplayResult:
     """All rows of a replay, and what was replayed.
 
-    steps: those in which some request takes part. request_steps: rows of all of them. query_length: queries of a
+    steps: those in which some request counts. request_steps: rows of all of them. query_length: queries of a
     request in a step, at most. row_bytes: of a token in one layer.
     """
 
@@ -108,16 +108,20 @@ class ReplayResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replayed:
-    """What the rows of a replay have in common. groups: their places. ages_M: steps since each request's first."""
+    """What the rows of a replay have in common. groups: their places. ages_M: steps since each request's first.
+    counted_M: whether a step counts, save in the warm-up. num_steps: of the trace, in which some request counts."""
 
     groups: Sequence[int]
     layers: Sequence[tuple[int, ...]]
     ages_M: Longs
+    counted_M: npt.NDArray[np.bool_]
     num_steps: int
     row_bytes: int
 
     def row(self, policy: PolicyName, ways: int | None, pool_tokens: int, stats_GMC: Ints) -> ReplayRow:
         """The row of these counts."""
+        warm_up = self._warm_up(stats_GMC)
+        stats_GMC = stats_GMC[:, self.counted_M]
         totals_GC = stats_GMC.sum(axis=1, dtype=np.int64)
         whole = _spreads(stats_GMC.reshape(1, -1, len(STATS)))[0]
         misses = whole["unique_misses"]
@@ -135,7 +139,7 @@ class Replayed:
             link_bytes_per_step=float((link_rows_G * layers_G).sum() * self.row_bytes / self.num_steps),
             stats=whole,
             per_group=self._per_group(stats_GMC, totals_GC),
-            warm_up=self._warm_up(stats_GMC),
+            warm_up=warm_up,
         )
 
     def _per_group(self, stats_GMC: Ints, totals_GC: Longs) -> tuple[GroupRow, ...]:

@@ -157,6 +157,9 @@ def test_footprint(prediction: Prediction) -> None:
             "communication_bytes": 838860800,
             "reserved_bytes": 0.0,
             "host_kv_bytes": 0,
+            "staging_bytes": 0,
+            # Of 1 TiB that 16 dies share.
+            "host_bytes_capacity": 68719476736.0,
         }
     )
     assert prediction.fits

@@ -51,7 +51,15 @@ def test_json_keys_are_a_contract(capsys: Capture) -> None:
         assert sum(shape["calls"] for shape in op["shapes"]) == op["calls"]
     assert set(found["footprint"]) == {
         *("device_bytes_capacity", "weights_bytes", "kv_bytes", "indexer_cache_bytes", "pool_bytes"),
-        *("selection_bytes", "metadata_bytes", "activation_bytes", "communication_bytes", "reserved_bytes"),
+        *(
+            "selection_bytes",
+            "staging_bytes",
+            "host_bytes_capacity",
+            "metadata_bytes",
+            "activation_bytes",
+            "communication_bytes",
+            "reserved_bytes",
+        ),
         *("free_bytes", "host_kv_bytes"),
     }
     used = sum(
@@ -140,7 +148,7 @@ def test_unrolled_pricing_changes_nothing(capsys: Capture) -> None:
 def test_bound_results_are_shares_of_each_term(capsys: Capture) -> None:
     assert exit_status(*CAST, *TP16, "--dump-op-bound-results") == 0
     header = next(line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("op "))
-    assert header.split()[-5:] == ["compute", "vector", "memory", "communication", "launch"]
+    assert header.split()[-6:] == ["compute", "vector", "memory", "communication", "host_link", "launch"]
 
 
 def test_fewer_layers_take_less_time(capsys: Capture) -> None:

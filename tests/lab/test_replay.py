@@ -157,6 +157,19 @@ def test_warm_up(tmp_path: Path) -> None:
     assert row.warm_up[-1].hit_rate > 0.5
 
 
+def test_skipped_steps_fill_pools_and_are_not_counted(tmp_path: Path) -> None:
+    trace = record(tmp_path / "x.topk", [[0], [0], [0, 1], [-1, 1], [-1, 1]])
+    (whole,) = replay(trace, MODEL, Replay(policies=("sieve",))).rows
+    result = replay(trace, MODEL, Replay(policies=("sieve",), skip_steps=2))
+    (row,) = result.rows
+    # The third step of each request alone: step 2 of the trace for one, the last for the other.
+    assert (result.steps, result.request_steps) == (2, 2)
+    assert row.warm_up == whole.warm_up
+    assert row.hit_rate == row.warm_up[-1].hit_rate
+    with pytest.raises(CastoffError, match="--skip-steps 3 leaves nothing of .*: no request has more than 3 steps"):
+        replay(trace, MODEL, Replay(policies=("sieve",), skip_steps=3))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -25,9 +25,9 @@ def test_rows_are_read_as_often_as_reported(mode: OffloadMode, drafts: int, monk
         read.append(int((live_BX & (plan.ids_BX >= 0)).sum()))
         fetch(host, tables, slots, plan, *rest)
 
-    def counting_serve(host: Any, tables: Any, plan: Any, *rest: Any) -> None:
+    def counting_serve(host: Any, tables: Any, plan: Any, *rest: Any, hosted: None) -> None:
         read.append(int((plan.sources_TK < -1).sum()))
-        serve(host, tables, plan, *rest)
+        serve(host, tables, plan, *rest, hosted=hosted)
 
     def counting_write(region: Any, own_rows: Any, host: Any, slots: Any) -> None:
         written.append(int((slots >= 0).sum()))

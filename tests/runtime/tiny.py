@@ -230,7 +230,7 @@ class Recording(Direct):
         self.outputs: dict[str, tuple[Any, ...]] = {}
         self._given = given or {}
 
-    def block(self, key: str, label: str, body: Any, *inputs: Any) -> Any:
+    def block(self, key: str, label: str, body: Any, *inputs: Any, layer: int = 0) -> Any:
         inputs = self._given.get(label, inputs)
         self.inputs[label] = inputs
         self.outputs[label] = body(*inputs)
