@@ -33,6 +33,7 @@ from castoff.flags import (
     OutputGroup,
     RunGroup,
     RunParallelGroup,
+    SelectionGroup,
     StepFlags,
     StepGroup,
     Structure,
@@ -52,6 +53,7 @@ from castoff.report.chrome_trace import chrome_trace
 from castoff.report.output import check_outputs, console, print_note, print_text, render, write_file
 from castoff.report.plain import json_text
 from castoff.report.prediction_json import prediction_json
+from castoff.report.progress import progress_bar
 from castoff.report.run_text import convert_text, progress_line, run_text
 from castoff.report.shapes_csv import shapes_csv
 from castoff.report.step import step_report
@@ -65,12 +67,13 @@ from castoff.spec.device import Device, load_device, shipped_devices
 from castoff.spec.model import ALIASES, ModelSpec, load_model, shipped_models
 from castoff.spec.model_files import find_config
 from castoff.spec.quant import LinearAction
-from castoff.spec.scenario import Workload
+from castoff.spec.scenario import ASSUMED_DRAFT_ACCEPTANCE, Workload
 from castoff.spec.toml_file import read_toml
 from castoff.trace.convert import convert_arrays, read_trace_arrays
 from castoff.trace.cut import cut_trace
 from castoff.trace.reader import open_trace
 from castoff.trace.summary import summarize
+from castoff.trace.synthetic import Decoding, SelectionModel, generate_trace
 
 # The device that the GLM-5 design is written for. Shapes depend on a device only through what it cannot do.
 SHAPES_DEVICE = "ATLAS_800_A3_752T_128G_DIE"
@@ -315,6 +318,36 @@ def trace_convert(
     print_text(trace_text(made))
 
 
+def trace_generate(
+    *,
+    model: Annotated[str, Parameter(help="The model whose index groups select: a known id or a config.")],
+    context_length: Annotated[int, Parameter(help="Tokens of each request before the first step.")] = 65536,
+    steps: Annotated[int, Parameter(help="Decode steps.")] = 300,
+    requests: Annotated[int, Parameter(help="Requests, all of them in every step.")] = 1,
+    num_mtp_tokens: Annotated[int, Parameter(alias="--mtp", help="Draft tokens per step, 0 for none.")] = 0,
+    draft_acceptance: Annotated[
+        float, Parameter(help="Chance that a draft token is kept where those before it are.")
+    ] = ASSUMED_DRAFT_ACCEPTANCE,
+    seed: Annotated[int, Parameter(help="Of all that is drawn.")] = 0,
+    selection: SelectionGroup | None = None,
+    output: TraceTarget,
+) -> None:
+    """Draw a top-k trace whose reuse is like the published one, for want of a recorded one."""
+    check_outputs({"--output": output})
+    decoding = Decoding(
+        context_length=context_length,
+        steps=steps,
+        requests=requests,
+        num_mtp_tokens=num_mtp_tokens,
+        draft_acceptance=draft_acceptance,
+        seed=seed,
+    )
+    spec = load_model(model)
+    with progress_bar(f"{output}: steps", steps) as progress:
+        made = generate_trace(output, spec, selection or SelectionModel(), decoding, progress=progress)
+    print_text(trace_text(made))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0; 2 for a request that cannot be served; 130 after Ctrl-C."""
     if sys.stdout is None:
@@ -366,10 +399,11 @@ def _app(argv: Sequence[str]) -> App:
         # Making one takes longer than parsing.
         console=console(plain_width=120) if asks_for_help else None,
     )
-    trace = App(name="trace", help="Look at top-k traces, cut them, and make them of arrays.", help_format="plaintext")
+    trace = App(name="trace", help="Look at top-k traces, cut them, make and draw them.", help_format="plaintext")
     trace.command(trace_info, name="info")
     trace.command(trace_cut, name="cut")
     trace.command(trace_convert, name="convert")
+    trace.command(trace_generate, name="generate")
     app.command(trace)
     for command in (cast, run, convert, compare, models, devices, show, shapes):
         app.command(command)

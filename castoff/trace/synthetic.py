@@ -13,6 +13,7 @@ included, V those that a query sees.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,17 +38,17 @@ _ACCEPTED, _LIKING, _NOISE, _TOPICS = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionModel:
-    """How tokens are liked. Scores are in units of the mean liking that stays.
+    """How a token's score for a query comes about; scores count for nothing but their order.
 
     sinks: the first tokens of a request that every query selects.
     window: the last tokens that every query selects, its own included.
-    tail: the liking that stays is an exponential number to this power: above 1 fewer tokens are liked more.
+    tail: what stays of a token's score is an exponential number of mean 1, to this power: above 1 it has a longer tail.
     noise: standard deviation of the noise of a token's score.
     noise_coefficient: correlation of that noise in one step and in the next, the coefficient of an AR(1) process.
     query_coefficient: correlation of that noise for one query token of a step and for the next of the same step.
-    topic_scale: mean of what a topic adds to the scores of its tokens, an exponential number too; 0 for no topics.
+    topic_scale: mean of what a topic adds to the scores of its tokens, exponential too; 0 for no topics.
     topic_tokens: tokens in a row that are one topic.
-    topic_turnover: chance that a topic counts for another number from one step to the next.
+    topic_turnover: chance that a topic adds something else in the next step.
     group_spread: noise differs between index groups by up to this share; the groups lie evenly between.
     """
 
@@ -159,6 +160,7 @@ def generate_trace(
             f"{model.max_position_embeddings:,}; give a smaller --context-length or fewer --steps"
         )
     request_ids_B = np.arange(decoding.requests)
+    _check_disk(target, decoding.steps * header.record_bytes)
     streams = [
         [
             select(selection, decoding, header.index_topk, request=request, group=group)
@@ -200,20 +202,18 @@ def _select(
     accepted_N = _accepted(decoding, request)
     queries, committed, known = decoding.query_length, decoding.context_length, 0
     most = committed + int(accepted_N[:-1].sum()) + queries
-    liking_L = exponential(bits_of(decoding.seed, request, _LIKING, group), most)
-    if selection.tail != 1:
-        liking_L = liking_L**selection.tail
+    liking_L = _liking(selection, bits_of(decoding.seed, request, _LIKING, group), most)
     noise_bits, topic_bits = (bits_of(decoding.seed, request, kind, group) for kind in (_NOISE, _TOPICS))
     noise_SL, topics_T = np.zeros((queries, most), np.float32), np.zeros(0)
     deviation = np.float32(selection.deviation(group))
     for accepted in accepted_N.tolist():
         length = committed + queries
         _renew_noise(selection, noise_bits, noise_SL[:, :length], known)
-        shared_L = liking_L[:length]
+        scores_SL = liking_L[:length] + deviation * noise_SL[:, :length]
         if selection.topic_scale:
             topics_T = _renewed_topics(selection, topic_bits, topics_T, length)
-            shared_L = shared_L + np.repeat(selection.topic_scale * topics_T, selection.topic_tokens)[:length]
-        scores_SL = shared_L.astype(np.float32) + deviation * noise_SL[:, :length]
+            added_T = (selection.topic_scale * topics_T).astype(np.float32)
+            scores_SL += np.repeat(added_T, selection.topic_tokens)[:length]
         ids_SK = np.full((queries, index_topk), NONE, np.int32)
         for query in range(queries):
             best = _best(selection, scores_SL[query, : committed + query + 1], index_topk)
@@ -230,6 +230,14 @@ def _accepted(decoding: Decoding, request: int) -> Integers:
     kept_ND = chances_ND.reshape(decoding.steps, drafts) < decoding.draft_acceptance
     counts_N: Integers = 1 + np.cumprod(kept_ND, axis=1).sum(axis=1)
     return counts_N
+
+
+def _liking(selection: SelectionModel, bits: np.random.PCG64, tokens: int) -> Floats:
+    """What stays of the scores of so many tokens."""
+    found_L = exponential(bits, tokens)
+    # The one operation that may round otherwise elsewhere.
+    found_L = found_L if selection.tail == 1 else found_L**selection.tail
+    return found_L.astype(np.float32)
 
 
 def _renew_noise(selection: SelectionModel, bits: np.random.PCG64, noise_SL: Floats, known: int) -> None:
@@ -266,6 +274,18 @@ def _best(selection: SelectionModel, scores_V: Floats, index_topk: int) -> Integ
         better, equal = np.flatnonzero(scores_V > last), np.flatnonzero(scores_V == last)
         ids = np.sort(np.concatenate((better, equal[: index_topk - len(better)])))
     return ids[np.argsort(-scores_V[ids], kind="stable")]
+
+
+def _check_disk(target: Path, size_bytes: int) -> None:
+    try:
+        free_bytes = shutil.disk_usage(target.resolve().parent).free
+    except OSError:  # The writer says what is wrong with the place.
+        return
+    if size_bytes > free_bytes:
+        raise CastoffError(
+            f"the trace would take {size_bytes:,} bytes, and there are {free_bytes:,} free for {target}; give fewer "
+            "--steps or --requests"
+        )
 
 
 def _provenance(selection: SelectionModel, decoding: Decoding) -> dict[str, ProvenanceValue]:
