@@ -1,6 +1,8 @@
 """Drawn selections against the published hit rates."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -56,7 +58,7 @@ def test_more_queries_find_as_much_of_their_own_last_selection() -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"warm_up": 180}, "a warm-up of 180 steps leaves none of 180 to be counted"),
+        ({"warm_up": 140}, "a warm-up of 140 steps leaves none of 140 to be counted"),
         ({"groups": ()}, "index groups are needed"),
         ({"index_topk": 66}, "multiple of 4, got 66"),
     ],
@@ -64,3 +66,10 @@ def test_more_queries_find_as_much_of_their_own_last_selection() -> None:
 def test_samples_that_cannot_be(values: dict[str, int], says: str) -> None:
     with pytest.raises(CastoffError, match=says):
         replace(SAMPLE, **values)  # type: ignore[arg-type]
+
+
+def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "synthetic_traces.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(example, str(page), "exec"), {})
+    assert capsys.readouterr().out.startswith("HitRates(previous=0.")
