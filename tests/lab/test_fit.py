@@ -20,7 +20,7 @@ SMALL_SAMPLE = Sample(decoding=Decoding(context_length=8192, steps=120), warm_up
 @pytest.mark.parametrize("name", ["default", *ALTERNATIVES])
 def test_hit_rates_are_the_published_ones(name: str) -> None:
     found = hit_rates(ALTERNATIVES.get(name, SelectionModel()), SAMPLE)
-    assert found.previous == pytest.approx(PUBLISHED.previous, abs=0.012)
+    assert found.previous == pytest.approx(PUBLISHED.previous, abs=0.015)
     assert found.lru_4 == pytest.approx(PUBLISHED.lru_4, abs=0.012)
     assert found.fifo_4 == pytest.approx(PUBLISHED.fifo_4, abs=0.02)
     assert PUBLISHED.fifo_8 + 0.015 < found.fifo_8 < 0.96
