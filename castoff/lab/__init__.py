@@ -1,1 +1,1 @@
-"""Cache policies over traces: what they hit, and traces drawn so that they hit what is published."""
+"""What caches would have done with recorded selections."""

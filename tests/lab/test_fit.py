@@ -8,6 +8,7 @@ import pytest
 
 from castoff.errors import CastoffError
 from castoff.lab.fit import ALTERNATIVES, PUBLISHED, Sample, fit, hit_rates
+from castoff.policy.compiled import has_numba
 from castoff.trace.synthetic import Decoding, SelectionModel
 
 # Three groups, one of them in the middle and two as far from it as most are.
@@ -17,6 +18,7 @@ SMALL = SelectionModel(sinks=1, window=8, topic_tokens=32)
 SMALL_SAMPLE = Sample(decoding=Decoding(context_length=8192, steps=120), warm_up=60, groups=(0, 6, 7), index_topk=256)
 
 
+@pytest.mark.skipif(not has_numba(), reason="plans as plain Python take minutes")
 @pytest.mark.parametrize("name", ["default", *ALTERNATIVES])
 def test_hit_rates_are_the_published_ones(name: str) -> None:
     found = hit_rates(ALTERNATIVES.get(name, SelectionModel()), SAMPLE)
