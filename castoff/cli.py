@@ -18,10 +18,10 @@ from cyclopts import App, CycloptsError, Parameter
 from castoff import __version__, api
 from castoff.casting.measured import coverage, load_measured, require_hits
 from castoff.casting.summary import op_summaries
+from castoff.cli_traces import replay, trace_app
 from castoff.config_file import add_from_file, shipped_runs
 from castoff.errors import CastoffError, CastoffWarning
 from castoff.flags import (
-    Choice,
     DeviceName,
     DocumentedFormatter,
     Grid,
@@ -36,32 +36,22 @@ from castoff.flags import (
     StepGroup,
     Structure,
     StructureGroup,
-    TraceFile,
-    TraceTarget,
     WorkloadFlags,
     WorkloadGroup,
     check_tokens,
     normalize,
-    parse_steps,
     sentence,
 )
-from castoff.lab import replay as replaying
-from castoff.lab.profile import hit_profile
-from castoff.replay_flags import ReplayFiles, ReplayFilesGroup, ReplayFlags, ReplayGroup
 from castoff.report import catalogue
 from castoff.report import compare as comparing
 from castoff.report.chrome_trace import chrome_trace
-from castoff.report.output import check_outputs, console, print_note, print_text, render, write_file
+from castoff.report.output import check_outputs, console, print_note, print_text, render, write_file, write_json
 from castoff.report.plain import json_text
 from castoff.report.prediction_json import prediction_json
-from castoff.report.replay_csv import replay_csv
-from castoff.report.replay_curves import replay_html, replay_svg
-from castoff.report.replay_text import replay_tables
 from castoff.report.run_text import convert_text, progress_line, run_text
 from castoff.report.shapes_csv import shapes_csv
 from castoff.report.step import step_report
 from castoff.report.tables import step_tables
-from castoff.report.trace_text import trace_table, trace_text
 from castoff.runtime import convert as converting
 from castoff.runtime import generate
 from castoff.runtime.options import RunOptions
@@ -71,11 +61,6 @@ from castoff.spec.model import ModelSpec, load_model, shipped_models
 from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Workload
 from castoff.spec.toml_file import read_toml
-from castoff.trace.convert import convert_arrays, read_trace_arrays
-from castoff.trace.cut import cut_trace
-from castoff.trace.reader import open_trace
-from castoff.trace.summary import summarize
-from castoff.trace.writer import refuse_sources
 
 # The device that the GLM-5 design is written for. Shapes depend on a device only through what it cannot do.
 SHAPES_DEVICE = "ATLAS_800_A3_752T_128G_DIE"
@@ -266,90 +251,6 @@ def shapes(
         write_file(target, text)
 
 
-def replay(
-    trace: TraceFile,
-    /,
-    *,
-    what: ReplayGroup | None = None,
-    files: ReplayFilesGroup | None = None,
-    json: JsonTarget = None,
-) -> None:
-    """Replay a top-k trace with cache policies and sizes of pools: hit rates, misses, and bytes over the link."""
-    what, files = what or ReplayFlags(), files or ReplayFiles()
-    check_outputs({"--json": None if json in (None, "-") else Path(str(json)), **files.by_flag})
-    for target in (Path(json) if json not in (None, "-") else None, *files.by_flag.values()):
-        if target is not None:
-            refuse_sources(target, trace)
-    asked, opened = what.replay, open_trace(trace)
-    model = what.model_of(opened)
-    with progress_line() as progress:
-        result = replaying.replay(opened, model, asked, progress=progress)
-    profile = hit_profile(result, model, opened).as_json() if files.hit_profile else None
-    for written, text_of in ((files.csv, replay_csv), (files.svg, replay_svg), (files.html, replay_html)):
-        if written is not None:
-            write_file(written, text_of(result))
-    if files.hit_profile:
-        write_json(str(files.hit_profile), profile)
-    if json:
-        write_json(json, result)
-    if json != "-":
-        print_text(render(*replay_tables(result)))
-
-
-def trace_info(file: TraceFile, /, *, json: JsonTarget = None) -> None:
-    """Check a top-k trace, and show what is in it."""
-    check_outputs({"--json": None if json in (None, "-") else Path(str(json))})
-    with progress_line() as progress:
-        summary = summarize(open_trace(file), progress=progress)
-    if json:
-        write_json(json, summary)
-    if json != "-":
-        print_text(render(trace_table(summary)))
-
-
-def trace_cut(
-    file: TraceFile,
-    /,
-    *,
-    steps: Annotated[
-        str | None, Parameter(metavar="A:B", help="From step A up to but without B; either may be missing.")
-    ] = None,
-    groups: Annotated[Choice, Parameter(help="Index groups, by their place in the trace.")] = None,
-    requests: Annotated[Choice, Parameter(help="Requests, by their ids.")] = None,
-    output: TraceTarget,
-) -> None:
-    """Write some steps, index groups or requests of a top-k trace as a trace of their own."""
-    if steps is None and groups is None and requests is None:
-        raise CastoffError("nothing to cut: give --steps A:B, --groups or --requests")
-    check_outputs({"--output": output})
-    chosen = (0, None) if steps is None else parse_steps(steps)
-    with progress_line() as progress:
-        made = cut_trace(open_trace(file), output, steps=chosen, groups=groups, requests=requests, progress=progress)
-    print_text(trace_text(made))
-
-
-def trace_convert(
-    ids: Annotated[
-        Path, Parameter(help="Integers [steps, index groups, requests, query tokens, ids]: .npy or .safetensors.")
-    ],
-    /,
-    *,
-    model: Annotated[str, Parameter(help="The model that selected: a known id, a directory or a .json file.")],
-    lengths: Annotated[
-        Path | None,
-        Parameter(metavar="FILE", help="Integers [steps, requests]: tokens of each request, the step's included."),
-    ] = None,
-    note: Annotated[str | None, Parameter(help="Where the ids come from, in words.")] = None,
-    output: TraceTarget,
-) -> None:
-    """Make a top-k trace of arrays that another engine wrote."""
-    check_outputs({"--output": output})
-    spec = load_model(model)
-    with progress_line() as progress:
-        made = convert_arrays(read_trace_arrays(ids, lengths), spec, output, note=note, progress=progress)
-    print_text(trace_text(made))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0; 2 for a request that cannot be served; 130 after Ctrl-C."""
     if sys.stdout is None:
@@ -401,11 +302,7 @@ def _app(argv: Sequence[str]) -> App:
         # Making one takes longer than parsing.
         console=console(plain_width=120) if asks_for_help else None,
     )
-    trace = App(name="trace", help="Look at top-k traces, cut them, and make them of arrays.", help_format="plaintext")
-    trace.command(trace_info, name="info")
-    trace.command(trace_cut, name="cut")
-    trace.command(trace_convert, name="convert")
-    app.command(trace)
+    app.command(trace_app())
     for command in (cast, run, convert, compare, replay, models, devices, show, shapes):
         app.command(command)
     return app
@@ -440,12 +337,3 @@ def logging_to_stderr(level: str) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
-
-
-def write_json(target: str, value: object) -> None:
-    """Write JSON to a file, or with `-` to standard output."""
-    text = json_text(value)
-    if target == "-":
-        print_text(text)
-    else:
-        write_file(Path(target), text)

@@ -28,6 +28,7 @@ from castoff.spec.model import shipped_models
 from castoff.spec.offload import Offload
 from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, Scenario, Workload
 from castoff.spec.toml_file import did_you_mean
+from castoff.trace.synthetic import SelectionModel
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -290,6 +291,7 @@ RunGroup = Annotated[RunOptions, _group("Run", 1)]
 RunParallelGroup = Annotated[RunParallel, _group("Parallelism", 2)]
 OffloadGroup = Annotated[Offload, _group("KV offload", 3)]
 OutputGroup = Annotated[OutputFlags, _group("Output", 8)]
+SelectionGroup = Annotated[SelectionModel, _group("What is selected", 1)]
 DOCUMENTED = (
     RunOptions,
     Offload,
@@ -303,6 +305,7 @@ DOCUMENTED = (
     Structure,
     StepFlags,
     OutputFlags,
+    SelectionModel,
 )
 
 

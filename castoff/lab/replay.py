@@ -72,9 +72,16 @@ class Replay:
 
 
 def replay(
-    trace: Trace, model: ModelSpec, given: Replay | None = None, *, progress: Callable[[str], None] = lambda _: None
+    trace: Trace,
+    model: ModelSpec,
+    given: Replay | None = None,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ReplayResult:
-    """Replay a trace of a model. Raises CastoffError where trace, model and what is asked for do not go together."""
+    """Replay a trace of a model. progress: is told how many passes over an index group are done, of how many.
+
+    Raises CastoffError where trace, model and what is asked for do not go together.
+    """
     given = given or Replay()
     layers = _layers_of_groups(trace, model)
     queries = _queries(trace, given)
@@ -109,8 +116,7 @@ def replay(
     every = list(passes(given.policies, given.pools, given.ways, pools_at_once=replayable.pools_at_once))
     rows: list[ReplayRow] = []
     for index, own in enumerate(every):
-        what = f"{trace.path}: {own.policy}, pass {index + 1:,} of {len(every):,}"
-        counts_PGMC = count(replayable, own, progress=_groups_of(what, len(layers), progress))
+        counts_PGMC = count(replayable, own, progress=_after(index * len(layers), len(every) * len(layers), progress))
         sizes = own.pools or (queries * replayable.columns,)
         rows += (
             common.row(own.policy, own.ways, pool, counts_GMC)
@@ -129,8 +135,8 @@ def replay(
     )
 
 
-def _groups_of(what: str, groups: int, progress: Callable[[str], None]) -> Callable[[int], None]:
-    return lambda group: progress(f"{what}, group {group + 1:,} of {groups:,}")
+def _after(done: int, total: int, progress: Callable[[int, int], None]) -> Callable[[int], None]:
+    return lambda group: progress(done + group + 1, total)
 
 
 def _layers_of_groups(trace: Trace, model: ModelSpec) -> list[tuple[int, ...]]:

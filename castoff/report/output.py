@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from castoff.errors import CastoffError
 from castoff.files import NewFile
+from castoff.report.plain import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -114,3 +115,12 @@ def write_file(path: Path, text: str) -> None:
         raise
     except OSError as error:
         raise CastoffError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def write_json(target: str, value: object) -> None:
+    """Write JSON to a file, or with `-` to standard output."""
+    text = json_text(value)
+    if target == "-":
+        print_text(text)
+    else:
+        write_file(Path(target), text)

@@ -166,7 +166,7 @@ def test_skipped_steps_fill_pools_and_are_not_counted(tmp_path: Path) -> None:
     assert (result.steps, result.request_steps) == (2, 2)
     assert row.warm_up == whole.warm_up
     assert row.hit_rate == row.warm_up[-1].hit_rate
-    with pytest.raises(CastoffError, match="--skip-steps 3 leaves nothing of .*: no request has more than 3 steps"):
+    with pytest.raises(CastoffError, match=r"--skip-steps 3 leaves nothing of .*: no request has more than 3 steps"):
         replay(trace, MODEL, Replay(policies=("sieve",), skip_steps=3))
 
 
