@@ -110,11 +110,14 @@ def _named_by_sources(function: FunctionType, callees: list[FunctionType]) -> Fu
 
     numba looks at the file of `function` alone to see whether machine code on disk is stale, but callees and constants
     come from other files. So the name, by which numba finds machine code, has a digest of all files in their folders.
+    It has one of the callees' names too: functions that differ in what they close over have one name otherwise, hence
+    one index on disk, in which processes that compile at once may take each other's code for their own.
     """
     folders = {Path(inspect.getfile(each)).parent for each in (function, *callees)}
     sources = b"".join(file.read_bytes() for folder in sorted(folders) for file in sorted(folder.glob("*.py")))
+    names = "".join(f"{callee.__module__}.{callee.__qualname__} " for callee in callees)
     copy = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
-    copy.__qualname__ = f"{function.__name__}_{sha256(sources).hexdigest()[:16]}"
+    copy.__qualname__ = f"{function.__name__}_{sha256(sources + names.encode()).hexdigest()[:16]}"
     return copy

@@ -97,13 +97,13 @@ def test_help_explains_every_flag(capsys: Capture) -> None:
 
 
 def test_the_bar_shows_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    with progress_bar("x", 2) as progress:
-        progress(1)
+    with progress_bar("x") as progress:
+        progress(1, 2)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with progress_bar("x[1].topk: steps", 2) as progress:
-        progress(2)
+    with progress_bar("x[1].topk: steps") as progress:
+        progress(2, 2)
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "x[1].topk: steps" in captured.err

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from castoff.policy.compiled import compiled
+from castoff.policy.direct import planner
+from castoff.policy.over_steps import _direct_counter
 
 PLAN = """
 import sys
@@ -89,6 +91,13 @@ def test_machine_code_is_kept_until_the_source_of_a_callee_changes(tmp_path: Pat
     assert python(RUN, **where).split() == ["5", "1"]
     callee.write_text("def once(x):\n    return x + 10\n")
     assert python(RUN, **where).split() == ["23", "0"]
+
+
+def test_functions_that_close_over_different_ones_are_kept_apart() -> None:
+    """Processes that compile them at once would write one index, and could load each other's code."""
+    pytest.importorskip("numba")
+    kept = [compiled(make(policy)) for make in (planner, _direct_counter) for policy in ("fifo", "lru", "clock")]
+    assert len({function.kept.py_func.__qualname__ for function in kept}) == 6  # type: ignore[attr-defined]
 
 
 def test_a_disk_that_takes_nothing_does_not_end_a_plan() -> None:
