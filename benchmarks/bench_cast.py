@@ -1,4 +1,5 @@
-"""How long casting takes: the published command from start to exit, 100,000 scenarios in one sweep, one cast.
+"""How long casting takes: the published command from start to exit, 100,000 scenarios in one sweep, one cast; the
+same with KV offload.
 
     python benchmarks/bench_cast.py --runs 10
 
@@ -28,6 +29,7 @@ from castoff import cast, sweep
 from castoff.casting.sweep import SweepResult
 from castoff.spec.device import load_device
 from castoff.spec.model import load_model
+from castoff.spec.offload import Offload
 from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, Scenario, Workload
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -50,6 +52,22 @@ PUBLISHED_SCENARIO = Scenario(
     mtp=Mtp(num_mtp_tokens=3),
     compilation=Compilation(compile=True),
 )
+
+# The published offload evaluation.
+OFFLOAD_COMMAND = (
+    f"cast {MODEL} --device {DEVICE} --backend cann-ge --num-devices 32 --dp-size 32 --ep-size 32 --lmhead-tp-size 32 "
+    "--word-embedding-tp row --word-embedding-tp-size 32 --quantize-indexer-action INT8 --num-mtp-tokens 3 --compile "
+    "--decode --context-length 65536 --num-queries 128 --offload serve_install --pool-tokens 8192 --hit-rate 0.85"
+)
+OFFLOAD_SCENARIO = Scenario(
+    workload=Workload(num_queries=128, context_length=65_536, decode=True),
+    parallel=Parallel(num_devices=32, dp_size=32, ep_size=32),
+    mtp=Mtp(num_mtp_tokens=3),
+    compilation=Compilation(compile=True),
+    offload=Offload(offload="direct"),
+)
+POOLS = np.arange(1, 17) * 2048
+HIT_RATES = np.linspace(0.5, 1, 25)
 
 TP_SIZES = [1, 2, 4, 8, 16]
 EP_SIZES = [1, 8, 16, 32]
@@ -108,6 +126,20 @@ def check_sweep() -> int:
     return result.latency_s.size
 
 
+def sweep_offload() -> SweepResult:
+    """120,000 decode steps with offload: 6 structures, 16 pools, 25 hit rates and 50 batches each."""
+    return sweep(
+        MODEL,
+        DEVICE,
+        OFFLOAD_SCENARIO,
+        offload=["serve_install", "direct"],
+        num_mtp_tokens=[1, 2, 3],
+        pool_tokens=POOLS[:, None, None],
+        hit_rate=HIT_RATES[:, None],
+        num_queries=BATCHES,
+    )
+
+
 def benchmarks() -> Iterator[Benchmark]:
     """All of them. A first, untimed run of each fills the caches of the file system."""
     yield Benchmark(name="command", configuration=f"castoff {PUBLISHED_COMMAND}", run=command(PUBLISHED_COMMAND))
@@ -124,6 +156,20 @@ def benchmarks() -> Iterator[Benchmark]:
         name="cast",
         configuration="the scenario of the command, in process",
         run=lambda: cast(model, device, PUBLISHED_SCENARIO),
+    )
+    yield Benchmark(name="offload command", configuration=f"castoff {OFFLOAD_COMMAND}", run=command(OFFLOAD_COMMAND))
+    swept = sweep_offload()
+    assert swept.reasons == (None,) * 6
+    yield Benchmark(
+        name="offload sweep",
+        configuration=f"{swept.latency_s.size} scenarios of {MODEL}: 2 modes x mtp [1, 2, 3] on 32 devices, decode, "
+        "compile; 16 pools x 25 hit rates x 50 batches",
+        run=sweep_offload,
+    )
+    yield Benchmark(
+        name="offload cast",
+        configuration="128 requests of 64K with mode direct on 32 devices, in process",
+        run=lambda: cast(model, device, OFFLOAD_SCENARIO),
     )
 
 

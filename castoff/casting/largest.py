@@ -9,7 +9,7 @@ import numpy as np
 
 from castoff.casting.hits import Pool
 from castoff.casting.price import Pricing
-from castoff.casting.rank import batch_of_rank, footprint_of, offload_cast, total_tokens
+from castoff.casting.rank import batch_of_rank, footprint_of, offload_of, total_tokens
 from castoff.dims import Array
 from castoff.model.record import record_step
 from castoff.model.setup import Setup
@@ -57,8 +57,7 @@ def largest_batch(
 
 def _fit(setup: Setup, pricing: Pricing, requests: RequestClass, scenario: Scenario, pool: Pool | None) -> Array:
     own = batch_of_rank(setup, [requests])
-    options = scenario.offload
-    offload = offload_cast(setup, options, own.micro.requests, pool) if options.offloads else None
+    offload = offload_of(setup, scenario.offload, own.micro, pool)
     program = record_step(setup, own.micro, own.busy_ranks, offload=offload)
     return np.asarray(footprint_of(setup, pricing, program, own, scenario, pool).fits)
 

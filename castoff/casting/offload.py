@@ -10,11 +10,10 @@ import numpy as np
 from castoff.casting.hits import Pool
 from castoff.casting.largest import largest_batch
 from castoff.casting.price import Pricing
-from castoff.casting.rank import Cast, cast_structure, offload_cast, stall_s, total_tokens
+from castoff.casting.rank import Cast, cast_structure, stall_s, total_tokens
 from castoff.dims import Array, Dim
-from castoff.model.offload_sizes import Extent, offload_bytes, offloaded_groups
+from castoff.model.offload_sizes import Extent, offload_bytes, offloaded_groups, pool_sizes
 from castoff.model.setup import Setup
-from castoff.ops.offload_plan import PoolSizes
 from castoff.spec.offload import Offload
 from castoff.spec.scenario import RequestClass, Scenario
 
@@ -92,7 +91,7 @@ def break_even_context_tokens(setup: Setup, options: Offload, pool: Pool) -> flo
     """Tokens whose rows take as much of the device as a request's share of what offload holds there."""
 
     def held(requests: int) -> float:
-        sizes: PoolSizes = offload_cast(setup, options, requests, pool).sizes
+        sizes = pool_sizes(setup, options, requests, pool_tokens=pool.tokens)
         extent = Extent(requests=requests, host_rows=0, prompt_rows=0)
         return float(offload_bytes(groups, setup, options, sizes, extent, row_bytes=row_bytes).device)
 

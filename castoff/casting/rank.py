@@ -98,9 +98,7 @@ def _cast_rank(
 ) -> Cast:
     """Cast the first rank when requests are dealt in the order of their classes."""
     batch = batch_of_rank(setup, classes)
-    reads = expected_reads(pool, batch.micro) if pool is not None else None
-    options = scenario.offload
-    offload = offload_cast(setup, options, batch.micro.requests, pool, reads) if options.offloads else None
+    offload = offload_of(setup, scenario.offload, batch.micro, pool)
     program = record_step(
         setup, batch.micro, batch.busy_ranks, repeat=not scenario.disable_repetition, offload=offload
     )  # fmt: skip
@@ -123,7 +121,7 @@ def _cast_rank(
         footprint=footprint_of(setup, pricing, program, batch, scenario, pool),
         latency_s=latency_s,
         host_s=host_s,
-        reads=reads,
+        reads=None if pool is None else expected_reads(pool, batch.micro),
         bound=_bound(program, prices),
         origin=origin,
         tokens_per_s=gained / latency_s,
@@ -137,14 +135,15 @@ def stall_s(cast: Cast, pricing: Pricing) -> Dim:
     return cast.latency_s - cast.host_s - _latency(unlinked, cast.batch, cast.setup.mode)
 
 
-def offload_cast(
-    setup: Setup, options: Offload, requests: Dim, pool: Pool | None, reads: Reads | None = None
-) -> OffloadCast:
-    """Offload of so many requests."""
-    sizes = pool_sizes(setup, options, requests, pool_tokens=None if pool is None else pool.tokens)
-    if reads is not None:
-        sizes = replace(sizes, listed=reads.listed, hosted=reads.hosted)
-    return OffloadCast(options, sizes)
+def offload_of(setup: Setup, options: Offload, lengths: Lengths, pool: Pool | None) -> OffloadCast | None:
+    """Offload of these requests, with what a step reads of their pools if those are known; None without offload."""
+    if not options.offloads:
+        return None
+    if pool is None:
+        return OffloadCast(options, pool_sizes(setup, options, lengths.requests))
+    reads = expected_reads(pool, lengths)
+    sizes = pool_sizes(setup, options, lengths.requests, pool_tokens=pool.tokens)
+    return OffloadCast(options, replace(sizes, listed=reads.listed, hosted=reads.hosted))
 
 
 def batch_of_rank(setup: Setup, classes: Sequence[RequestClass]) -> Batch:
@@ -205,7 +204,6 @@ def _bound(program: Program, prices: Prices) -> int | Array:
 def footprint_of(
     setup: Setup, pricing: Pricing, program: Program, batch: Batch, scenario: Scenario, pool: Pool | None
 ) -> Footprint:
-    options = scenario.offload
     if not 0 <= scenario.reserved_memory_gb <= MOST_RESERVED_GIB:
         raise CastoffError(
             f"--reserved-memory-gb must be from 0 to {MOST_RESERVED_GIB}, got {scenario.reserved_memory_gb:g}"
@@ -217,7 +215,7 @@ def footprint_of(
         program,
         batch.resident,
         reserved_bytes=scenario.reserved_memory_gb * GIB,
-        offload=offload_cast(setup, options, batch.resident.requests, pool) if options.offloads else None,
+        offload=offload_of(setup, scenario.offload, batch.resident, pool),
     )
     if scenario.prefill_tokens is None:
         return step

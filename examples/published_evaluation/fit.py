@@ -34,7 +34,7 @@ START: Constants = {"launch": 1.0, "memory": 0.6, "gather": 0.1, "indexer": 0.2}
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One published step."""
+    """One published step. tokens_per_s: of the whole deployment, as observed; None where that is not published."""
 
     name: str
     model: str
@@ -45,6 +45,7 @@ class Point:
     offload: OffloadMode
     pool_tokens: int | None
     step_s: float
+    tokens_per_s: float | None
 
 
 def read_points(path: Path = HERE / "points.csv") -> list[Point]:
@@ -55,6 +56,7 @@ def read_points(path: Path = HERE / "points.csv") -> list[Point]:
                 row["point"], row["model"], int(row["num_devices"]), int(row["global_batch"]),
                 int(row["context_tokens"]), row["graph"], cast(OffloadMode, row["offload"]),
                 int(row["pool_tokens"]) if row["pool_tokens"] else None, float(row["step_ms"]) / 1e3,
+                float(row["observed_tokens_per_s"]) if row["observed_tokens_per_s"] else None,
             )
             for row in csv.DictReader(file)
         ]  # fmt: skip

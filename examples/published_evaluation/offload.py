@@ -149,6 +149,20 @@ def report(points: dict[str, Point], fits: Sequence[Fitted]) -> None:
         print(line)
 
 
+def throughputs(points: dict[str, Point], fitted: Fitted) -> None:
+    """Tokens per second at 2.7 accepted tokens a step and at the observed lengths, which are no prediction."""
+    print("row                   tokens/s at 2.7: published  predicted   at the observed length: published  predicted")
+    for name, point in points.items():
+        assert point.tokens_per_s is not None, "GLM-5.2's rows have both columns"
+        predicted_s = step_s(point, fitted.texts[point.graph], fitted.case)
+        accepted = point.tokens_per_s * point.step_s / point.global_batch
+        print(
+            f"{name:22} {ACCEPTED * point.global_batch / point.step_s:9.0f} "
+            f"{ACCEPTED * point.global_batch / predicted_s:9.0f}   {accepted:.3f}: {point.tokens_per_s:9.0f} "
+            f"{accepted * point.global_batch / predicted_s:9.0f}"
+        )
+
+
 def what_direct_gives(points: dict[str, Point], fits: Sequence[Fitted]) -> None:
     """Mode direct with pools of 8K on the same machine, and whether it fits."""
     base = points["glm_ge"]
@@ -188,6 +202,7 @@ def main() -> None:
         )
         print(f"launch of an offload kernel, NPUGraph Ex {fitted.launch_s * 1e6:.0f} µs")
     report(points, fits)
+    throughputs(points, fits[0])
     what_direct_gives(points, fits)
     memory(points, fits[0])
 
