@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "casting.prediction": ["Prediction"],
         "api": ["cast", "sweep"],
         "errors": ["CastoffError", "CastoffWarning"],
+        "spec.hit_profile": ["Hits"],
         "spec.offload": ["Offload"],
         "spec.scenario": ["Compilation", "Mtp", "Parallel", "Quant", "Scenario", "Workload"],
     },

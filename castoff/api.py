@@ -34,8 +34,9 @@ def sweep(
         sweep("zai-org/GLM-5.2", "h200_sxm", tp_size=[1, 8], ep_size=[1, 8], num_devices=8,
               num_queries=np.arange(1, 129)[:, None], context_length=np.array([4096, 65536]))
 
-    axes: any field of `Workload`, `Parallel`, `Quant`, `Mtp` or `Compilation`, and those of `Scenario` itself; what is
-    not named comes from `scenario`. Lists are crossed; arrays (num_queries, query_length, context_length) broadcast.
+    axes: any field of `Workload`, `Parallel`, `Quant`, `Mtp`, `Compilation`, `Offload` or `Hits`, and those of
+    `Scenario` itself; what is not named comes from `scenario`. Lists are crossed; arrays (num_queries, query_length,
+    context_length, pool_tokens, hit_rate) broadcast.
     Returns one row per structure, with the reason where it is invalid.
     Raises CastoffError for an unknown axis, a bad length, or an array on a structural axis.
     """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -253,11 +255,13 @@ def shapes(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0; 2 for a request that cannot be served; 130 after Ctrl-C."""
+    # Started with a stream closed.
     if sys.stdout is None:
-        # Started with standard output closed.
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     try:
-        with collected_notes():
+        with ended_by_signals(), collected_notes():
             _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except CastoffError as error:
@@ -306,6 +310,26 @@ def _app(argv: Sequence[str]) -> App:
     for command in (cast, run, convert, compare, replay, models, devices, show, shapes):
         app.command(command)
     return app
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a command as Ctrl-C does, so that nothing half-written is left behind."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    # What was set to be ignored, by nohup say, stays so; handlers can be set on the main thread alone.
+    is_main = threading.current_thread() is threading.main_thread()
+    mine = [name for name in names if is_main and signal.getsignal(getattr(signal, name)) == signal.SIG_DFL]
+    for name in mine:
+        signal.signal(getattr(signal, name), end)
+    try:
+        yield
+    finally:
+        for name in mine:
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
 @contextmanager

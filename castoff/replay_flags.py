@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter, Token
 from castoff.errors import CastoffError
 from castoff.lab.policies import POLICIES
 from castoff.lab.replay import Replay
-from castoff.spec.model import ModelSpec, load_model
+from castoff.spec.model import ModelSpec, load_model, shipped_models
 from castoff.spec.offload import POOL_TOKENS, WAYS
 from castoff.spec.quant import AttentionAction
 from castoff.trace.reader import Trace
@@ -101,14 +101,23 @@ class ReplayFlags:
 
     def model_of(self, trace: Trace) -> ModelSpec:
         """The model that a trace is of. Raises CastoffError where it is not known."""
+        named = trace.header.model
         try:
-            return load_model(self.model or trace.header.model, num_hidden_layers=self.num_hidden_layers_override)
+            given = load_model(self.model or named, num_hidden_layers=self.num_hidden_layers_override)
         except CastoffError as error:
             if self.model is not None:
                 raise
+            raise CastoffError(f"{trace.path} is of the model {named!r}: {error}; or name it with --model") from None
+        # What another model's layers hold is another number of bytes, though its trace may look the same.
+        own = (
+            load_model(named, num_hidden_layers=self.num_hidden_layers_override) if named in shipped_models() else given
+        )
+        if given.index_groups != own.index_groups:
             raise CastoffError(
-                f"{trace.path} is of the model {trace.header.model!r}: {error}; or name it with --model"
-            ) from None
+                f"{trace.path} is of {own.name}, whose index groups are not those of --model {self.model}; "
+                "leave --model out"
+            )
+        return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from castoff.dims import Dim, ceil_div, maximum, where
@@ -25,7 +25,7 @@ from castoff.spec.device import Device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes on the fullest device of a deployment; host_kv_bytes is host memory per device.
+    """Bytes on the fullest device of a deployment; host_kv_bytes is host memory of the device that needs most of it.
 
     pool_bytes (with rings of the last tokens), selection_bytes, staging_bytes (with buffers of a prompt's layer) and
     host_kv_bytes belong to KV offload and are 0 without it. host_bytes_capacity: a device's share of its host's.
@@ -146,6 +146,7 @@ def footprint(
     host = device.host_link
     fullest: Footprint | None = None
     activations = peak_activation_bytes(program)
+    host_bytes: Dim = 0
     for stage, share in enumerate(stage_shares(setup)):
         offloaded, held = _offloaded(setup, offload, resident, stage)
         own = Footprint(
@@ -164,8 +165,9 @@ def footprint(
             host_kv_bytes=held.host,
         )
         fullest = own if fullest is None else _fuller(fullest, own)
+        host_bytes = maximum(host_bytes, held.host)
     assert fullest is not None
-    return fullest
+    return replace(fullest, host_kv_bytes=host_bytes)
 
 
 def _offloaded(setup: Setup, offload: OffloadCast | None, resident: Lengths, stage: int) -> tuple[int, OffloadBytes]:

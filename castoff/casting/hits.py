@@ -15,9 +15,9 @@ from castoff.model.setup import Setup
 from castoff.ops.lengths import Lengths
 from castoff.spec.backend import Origin
 from castoff.spec.hit_profile import (
-    PREVIOUS,
     HitCurve,
     HitProfile,
+    Policy,
     check_profile,
     load_hit_profile,
     shipped_profile,
@@ -35,23 +35,26 @@ class Pool:
     """What of the pools may differ from scenario to scenario of one structure.
 
     tokens: of a request in every layer. hit_rate: None takes the curve. curve: counts over the size of the pool; with a
-    hit rate, only their proportions. miss_scale: factor of the curve's misses. context_length: of the counts.
+    hit rate, only how many distinct tokens are among the missed rows. miss_scale: factor of the curve's misses.
+    context_length: of the counts. index_topk: rows of a query.
     """
 
     tokens: Dim
     hit_rate: Dim | None
     curve: HitCurve
     context_length: int
+    index_topk: int
     miss_scale: Dim = 1.0
     origin: Origin = "assumed"
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Shares of a step's selected rows. hits: in the pool. listed: distinct rows that the lists of a plan name.
-    hosted: rows that come from the host, each time that one is read."""
+    """Shares of a step's selected rows. hits: in the pool. missed: distinct tokens that are not, this step's own aside.
+    listed: rows that the lists of a plan name. hosted: rows that come from the host, each time that one is read."""
 
     hits: Dim
+    missed: Dim
     listed: Dim
     hosted: Dim
 
@@ -60,10 +63,12 @@ def check_hits(setup: Setup, scenario: Scenario) -> None:
     """Raise CastoffError for offload that cannot be, and for hit rates that nothing asks for."""
     options, hits = scenario.offload, scenario.hits
     check_offload(options)
+    for flag, value in (("--hit-rate", hits.hit_rate), ("--hit-profile", hits.hit_profile)):
+        if value is not None and not options.offloads:
+            raise CastoffError(f"{flag} is for --offload gather, serve_install or direct")
+        if value is not None and setup.mode == "prefill":
+            raise CastoffError(f"{flag} is for decode steps; a prefill reads no pool")
     if not options.offloads:
-        for flag, value in (("--hit-rate", hits.hit_rate), ("--hit-profile", hits.hit_profile)):
-            if value is not None:
-                raise CastoffError(f"{flag} is for --offload gather, serve_install or direct")
         return
     offloaded_groups(setup, options)
     if setup.mesh.dcp.size > 1:
@@ -85,7 +90,7 @@ def pool_of(setup: Setup, scenario: Scenario) -> tuple[Pool, tuple[str, ...]]:
     tokens = (setup.topk_limit or 0) if options.offload == "gather" else options.pool[0] * options.pool[1]
     if hits.hit_rate is not None:
         check_hit_rate(hits.hit_rate)
-    path = Path(hits.hit_profile) if hits.hit_profile else shipped_profile(model.name)
+    path = Path(hits.hit_profile) if hits.hit_profile is not None else shipped_profile(model.name)
     if path is None:
         if hits.hit_rate is None:
             raise CastoffError(
@@ -100,7 +105,9 @@ def pool_of(setup: Setup, scenario: Scenario) -> tuple[Pool, tuple[str, ...]]:
     if hits.hit_rate is not None:
         return _from_rate(profile, options, hits.hit_rate, tokens, query_length), ()
     curve = profile.curve(options.offload, policy, ways, query_length)
-    pool = Pool(tokens=tokens, hit_rate=None, curve=curve, context_length=profile.context_length, origin=profile.origin)
+    pool = Pool(tokens=tokens, hit_rate=None, curve=curve, context_length=profile.context_length,
+        index_topk=profile.index_topk, origin=profile.origin,
+    )  # fmt: skip
     check_pool_tokens(pool, tokens)
     return pool, () if note is None else (note,)
 
@@ -114,11 +121,11 @@ def check_hit_rate(hit_rate: Dim) -> None:
 
 def check_pool_tokens(pool: Pool, tokens: Dim) -> None:
     """Raise CastoffError for pools smaller than any that the curve has: below it, nothing is known."""
-    least = pool.curve.points[0].pool_tokens
-    if pool.hit_rate is None and pool.curve.mode != "gather" and np.any(np.asarray(tokens) < least):
+    curve = pool.curve
+    if pool.hit_rate is None and curve.mode != "gather" and np.any(np.asarray(tokens) < curve.least_tokens):
         raise CastoffError(
-            f"the hit profile covers pools of {least} to {pool.curve.points[-1].pool_tokens} tokens, got --pool-tokens "
-            f"{np.min(tokens):g}; give --hit-rate, or a --hit-profile with smaller pools"
+            f"the hit profile covers pools of {curve.least_tokens:.0f} to {curve.most_tokens:.0f} tokens, got "
+            f"--pool-tokens {np.min(tokens):g}; give --hit-rate, or a --hit-profile with smaller pools"
         )
 
 
@@ -128,25 +135,26 @@ def expected_reads(pool: Pool, lengths: Lengths) -> Reads:
     Misses of a profile, which is of one context, are at most those of a pool whose rows are drawn at random. That has
     a share P / L of a context of L tokens, so a pool that holds it all misses nothing.
     """
-    curve, tokens = pool.curve, pool.tokens
-    hits, unique, repeated, window = (
-        curve.at(figure, tokens) for figure in ("hits", "unique_misses", "repeated_misses", "window_reads")
-    )
-    rows = hits + unique + repeated + window
+    point = pool.curve.at(pool.tokens)
+    # A short context has fewer rows to select, and as many of them are this step's own.
+    window = minimum(point.window_reads / (lengths.selected(pool.index_topk) / lengths.requests), 1.0)
     if pool.hit_rate is None:
         context = lengths.total_tokens / lengths.requests
-        missed = minimum((unique + repeated) / rows * pool.miss_scale, maximum(1 - tokens / context, 0.0))
+        unseen = maximum(1 - pool.tokens / context, 0.0)
+        missed = minimum(minimum(point.missed / point.rows * pool.miss_scale, unseen), 1 - window)
+        unique = missed * point.unique_misses / maximum(point.missed, 1e-9)
     else:
-        missed = maximum(1 - pool.hit_rate - window / rows, 0.0)
-    hosted = missed + window / rows
-    listed = hosted if curve.mode == "gather" else missed * unique / maximum(unique + repeated, 1e-9)
-    return Reads(hits=1 - hosted, listed=listed, hosted=hosted)
+        missed = maximum(1 - pool.hit_rate - window, 0.0)
+        unique = pool.curve.unique_share(missed)
+    hosted = missed + window
+    listed = hosted if pool.curve.mode == "gather" else unique
+    return Reads(hits=1 - hosted, missed=unique, listed=listed, hosted=hosted)
 
 
-def _kept_by(options: Offload) -> tuple[str, int]:
+def _kept_by(options: Offload) -> tuple[Policy, int]:
     """Policy and ways as profiles name them."""
     if options.offload == "gather":
-        return PREVIOUS, 0
+        return "previous", 0
     return options.pool_policy, options.pool[1]
 
 
@@ -161,7 +169,10 @@ def _from_rate(
     curve = min(
         curves, key=lambda each: (abs(each.query_length - query_length), each.policy != policy, abs(each.ways - ways))
     )
-    return Pool(tokens=tokens, hit_rate=hit_rate, curve=curve, context_length=profile.context_length)
+    return Pool(
+        tokens=tokens, hit_rate=hit_rate, curve=curve, context_length=profile.context_length,
+        index_topk=profile.index_topk,
+    )  # fmt: skip
 
 
 def _check(profile: HitProfile, model: ModelSpec) -> str | None:

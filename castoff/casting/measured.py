@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castoff.casting.prediction import Prediction
-from castoff.casting.price import CallKey, Measured, call_key
+from castoff.casting.price import CallKey, Measured, call_key, is_measurable
 from castoff.errors import CastoffError
 
 MOST_SECONDS = 1e6
@@ -87,7 +87,7 @@ def coverage(prediction: Prediction, measured: Measured) -> Coverage:
     for entry in prediction.cast.program.schedule:
         for call, price in zip(entry.block.calls, prediction.cast.prices[entry.block], strict=True):
             key = call_key(call)
-            is_measured = key in measured.seconds
+            is_measured = key in measured.seconds and is_measurable(call)
             seen.add(key)
             calls, op_s = calls + 1, op_s + float(price.seconds)
             if is_measured:

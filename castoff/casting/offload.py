@@ -10,8 +10,8 @@ import numpy as np
 from castoff.casting.hits import Pool
 from castoff.casting.largest import largest_batch
 from castoff.casting.price import Pricing
-from castoff.casting.rank import Cast, cast_structure, stall_s, total_tokens
-from castoff.dims import Array, Dim
+from castoff.casting.rank import Cast, cast_dealt, total_tokens
+from castoff.dims import Array, Dim, maximum
 from castoff.model.offload_sizes import Extent, offload_bytes, offloaded_groups, pool_sizes
 from castoff.model.setup import Setup
 from castoff.spec.offload import Offload
@@ -23,10 +23,11 @@ _HIT_RATES = np.linspace(0.0, 1.0, 65)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadFigures:
-    """Of one rank in one decode step.
+    """Of one rank in one decode step, all micro-batches together.
 
-    hit_rate: of the selected rows. link_bytes, written_bytes: read from the host, and written there.
-    stall_s: what the latency would lack with a link that takes no time. latency_low_s, latency_high_s: with the misses
+    hit_rate: of the selected rows. unique_misses: distinct tokens that a request misses in an index group.
+    link_bytes, written_bytes: read from the host, and written there, by the device with the most of both.
+    latency_low_s, latency_high_s: with the misses
     at the ends of the profile's spread.
     break_even_context_tokens: from here on a request takes less device memory with offload than without.
     break_even_hit_rate: from here on the largest batch that fits gives more tokens per second than the largest one that
@@ -39,7 +40,6 @@ class OffloadFigures:
     unique_misses: float
     link_bytes: float
     written_bytes: float
-    stall_s: float
     latency_low_s: float
     latency_high_s: float
     break_even_context_tokens: float
@@ -63,7 +63,7 @@ def offload_figures(
 
     def tokens_per_s(batch: int, scenario: Scenario, pool: Pool | None) -> Dim:
         requests = RequestClass(batch * setup.mesh.dp.size, longest.context, longest.query)
-        return cast_structure(setup, pricing, [requests], scenario, pool).tokens_per_s if batch else 0.0
+        return cast_dealt(setup, pricing, [requests], scenario, pool).tokens_per_s if batch else 0.0
 
     without = float(tokens_per_s(batch_without, resident, None))
     rates = np.append(_HIT_RATES, float(cast.reads.hits))
@@ -72,10 +72,9 @@ def offload_figures(
     places = cast.batch.micro.tokens * (setup.topk_limit or 0) / cast.batch.micro.requests
     return OffloadFigures(
         hit_rate=float(cast.reads.hits),
-        unique_misses=float(cast.reads.listed * places),
+        unique_misses=float(cast.reads.missed * places),
         link_bytes=reads,
         written_bytes=writes,
-        stall_s=float(stall_s(cast, pricing)),
         latency_low_s=low,
         latency_high_s=high,
         break_even_context_tokens=break_even_context_tokens(setup, scenario.offload, pool),
@@ -103,12 +102,11 @@ def _spread(
     setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario, pool: Pool
 ) -> tuple[float, float]:
     """Latency with the least and the most misses that the profile holds possible."""
-    curve = pool.curve
-    mean = np.maximum(curve.at("unique_misses", pool.tokens), 1e-9)
-    ends = [curve.at(figure, pool.tokens) / mean for figure in ("unique_misses_low", "unique_misses_high")]
-    if pool.hit_rate is not None:
-        ends = [1.0, 1.0]
-    cast = cast_structure(setup, pricing, classes, scenario, replace(pool, miss_scale=np.array(ends, np.float64)))
+    point = pool.curve.at(pool.tokens)
+    ends = np.array([point.unique_misses_low, point.unique_misses_high]) / maximum(point.unique_misses, 1e-9)
+    # A given rate has no spread.
+    scale = ends if pool.hit_rate is None else np.ones(2)
+    cast = cast_dealt(setup, pricing, classes, scenario, replace(pool, miss_scale=scale))
     low, high = np.broadcast_to(cast.latency_s, 2).tolist()
     return low, high
 
@@ -126,11 +124,13 @@ def _crossing(swept: Array, without: float) -> float | None:
 
 
 def _link_bytes(cast: Cast) -> tuple[float, float]:
-    """Bytes that a step of this rank reads from the host, and writes there."""
-    reads = writes = 0.0
-    for block, count in cast.program.counts.items():
-        for call in block.calls:
-            for part in call.work.parts:
-                reads += count * float(part.host_read_bytes)
-                writes += count * float(part.host_write_bytes)
-    return reads, writes
+    """Bytes that a step reads from the host and writes there, in the pipeline stage with the most."""
+    stages = cast.setup.mesh.pp.size
+    reads, writes = [0.0] * stages, [0.0] * stages
+    for entry, call in cast.program.calls():
+        for part in call.work.parts:
+            reads[entry.stage] += float(part.host_read_bytes)
+            writes[entry.stage] += float(part.host_write_bytes)
+    fullest = max(range(stages), key=lambda stage: reads[stage] + writes[stage])
+    micro_batches = float(cast.batch.in_flight)
+    return micro_batches * reads[fullest], micro_batches * writes[fullest]

@@ -11,7 +11,7 @@ from castoff.casting.hits import Pool, check_hits, pool_of
 from castoff.casting.largest import Largest, largest_that_fits
 from castoff.casting.offload import OffloadFigures, offload_figures
 from castoff.casting.price import BOUNDS, Bound, Measured, Pricing
-from castoff.casting.rank import Cast, cast_structure
+from castoff.casting.rank import Cast, cast_structure, stall_s
 from castoff.dims import largest
 from castoff.errors import CastoffError
 from castoff.model.setup import Setup, resolve_setup
@@ -25,6 +25,7 @@ from castoff.spec.scenario import Compilation, Mode, Scenario, request_classes
 class Prediction:
     """The cost of one step of a deployment.
 
+    stall_s: how much of latency_s is due to the link to host memory. offload: of a decode step with offload.
     latency_s: from the start of the step to its last token, host time included. tokens_per_s: tokens that users get
     (decode, with accepted drafts) or that are computed (prefill), over the whole deployment.
     """
@@ -35,6 +36,7 @@ class Prediction:
     scenario: Scenario
     cast: Cast = field(repr=False)
     largest: Largest
+    stall_s: float = 0.0
     offload: OffloadFigures | None = None
     notes: tuple[str, ...] = field(default=())
 
@@ -98,8 +100,9 @@ def cast(model: ModelSpec, device: Device, scenario: Scenario, *, measured: Meas
         scenario=scenario,
         cast=result,
         largest=fits,
+        stall_s=float(stall_s(result, pricing)) if scenario.offload.offloads else 0.0,
         offload=offload,
-        notes=(*notes, *_notes(model, scenario.compilation, result)),
+        notes=(*notes, *_notes(model, scenario.compilation, result, pool)),
     )
 
 
@@ -111,8 +114,15 @@ def pool_of_step(setup: Setup, scenario: Scenario) -> tuple[Pool | None, tuple[s
     return pool_of(setup, scenario)
 
 
-def _notes(model: ModelSpec, compilation: Compilation, result: Cast) -> list[str]:
+def _notes(model: ModelSpec, compilation: Compilation, result: Cast, pool: Pool | None) -> list[str]:
     notes = []
+    resident = result.batch.resident
+    context = largest(resident.total_tokens / resident.requests)
+    if pool is not None and pool.hit_rate is None and not 0.5 <= context / pool.context_length <= 2:
+        notes.append(
+            f"hit rates are those of a context of {pool.context_length:,} tokens, and these requests have "
+            f"{context:,.0f}; --hit-rate gives another"
+        )
     ops = {call.op.name for block in result.program.blocks for call in block.calls}
     for asked, flag, done in (
         (compilation.enable_dispatch_ffn_combine, "--enable-dispatch-ffn-combine", "dispatch_ffn_combine" in ops),

@@ -88,6 +88,11 @@ def dtypes_text(call: OpCall) -> str:
     return ", ".join(tensor.dtype for tensor in call.inputs if tensor is not None)
 
 
+def is_measurable(call: OpCall) -> bool:
+    """Whether shapes say what a call costs. How many rows offload moves is data, of which a cast has an expectation."""
+    return not call.family.startswith("offload_")
+
+
 def call_key(call: OpCall) -> CallKey:
     """The key under which a call's time may be measured."""
     return call.op.name, shapes_text(call), dtypes_text(call)
@@ -117,7 +122,7 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
         origins.append(_LINK_ORIGINS[pricing.device.host_link.origin] if rows is None else rows.origin)
     every = (*terms, communication, host_link, launch)
     units = _units(work)
-    if pricing.measured is not None:
+    if pricing.measured is not None and is_measurable(call):
         known = pricing.measured.seconds.get(call_key(call))
         if known is not None:
             return Price(known, every, "measured", units)

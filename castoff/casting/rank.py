@@ -76,7 +76,7 @@ def cast_structure(
 
     pool: of a decode step with offload; other than the scenario says where it is swept.
     """
-    casts = [_cast_rank(setup, pricing, dealt, scenario, pool) for dealt in dealings(classes)]
+    casts = [cast_dealt(setup, pricing, dealt, scenario, pool) for dealt in dealings(classes)]
     return max(casts, key=lambda result: float(result.latency_s)) if len(casts) > 1 else casts[0]
 
 
@@ -93,10 +93,10 @@ def dealings(classes: Sequence[RequestClass]) -> list[tuple[RequestClass, ...]]:
     return [tuple(by_tokens)] if by_tokens == by_pairs else [tuple(by_tokens), tuple(by_pairs)]
 
 
-def _cast_rank(
+def cast_dealt(
     setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario, pool: Pool | None
 ) -> Cast:
-    """Cast the first rank when requests are dealt in the order of their classes."""
+    """Cast the first rank when requests are dealt in the order of their classes; arrays may be in any of it."""
     batch = batch_of_rank(setup, classes)
     offload = offload_of(setup, scenario.offload, batch.micro, pool)
     program = record_step(

@@ -268,6 +268,8 @@ def _sort_axes(axes: Mapping[str, object]) -> tuple[dict[str, Array], dict[str, 
         if isinstance(value, np.ndarray):
             if isinstance(value, np.ma.MaskedArray):
                 raise CastoffError(f"{name}: masked arrays are not swept; leave out the masked points")
+            if value.dtype.kind not in "iuf":
+                raise CastoffError(f"{name}: an array of numbers is needed, got one of {value.dtype}")
             if name not in CONTINUOUS:
                 raise CastoffError(
                     f"{name} is structure: give a list, not an array; arrays are for {', '.join(CONTINUOUS)}"

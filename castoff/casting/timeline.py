@@ -48,11 +48,16 @@ def schedule(program: Program, prices: Prices) -> Timeline:
         for entry in program.schedule:
             stages[entry.stage] = stages[entry.stage] + totals[entry.block].get(MAIN, 0.0)
         return Timeline(busy[MAIN], tuple(stages), busy)
+    starts: dict[int, Dim] = {}
     ends: list[Dim] = [0.0] * num_stages
     for placed in place(program, prices):
-        ends[placed.entry.stage] = maximum(ends[placed.entry.stage], placed.end_s)
-    starts = [0.0, *ends[:-1]]
-    return Timeline(ends[-1], tuple(end - start for start, end in zip(starts, ends, strict=True)), busy)
+        stage = placed.entry.stage
+        starts.setdefault(stage, placed.start_s)
+        ends[stage] = maximum(ends[stage], placed.end_s)
+    last: Dim = 0.0
+    for end in ends:
+        last = maximum(last, end)
+    return Timeline(last, tuple(end - starts[stage] for stage, end in enumerate(ends)), busy)
 
 
 def _stream_totals(block: Block, prices: Prices) -> dict[str, Dim]:
@@ -99,8 +104,14 @@ def place(program: Program, prices: Prices) -> Iterator[Placed]:
     came: dict[Event, Dim] = {}
     maker: dict[int, str] = {}
     runs: dict[tuple[Block, tuple[str | None, ...]], list[Run]] = {}
+    stage = 0
     for entry in program.schedule:
         block = entry.block
+        if entry.stage != stage:
+            # Another device, whose streams and units have nothing to do before the hidden state arrives.
+            stage = entry.stage
+            stream_free = dict.fromkeys(program.streams, stream_free[MAIN])
+            unit_free = dict.fromkeys(UNITS, stream_free[MAIN])
         given = tuple(maker.get(actual) if actual is not None else None for actual in entry.inputs)
         if (block, given) not in runs:
             runs[block, given] = block_runs(block, prices[block], given)

@@ -7,27 +7,27 @@ from collections.abc import Iterable
 from castoff.errors import CastoffError
 from castoff.lab.result import ReplayResult, ReplayRow
 from castoff.spec.backend import Origin
-from castoff.spec.hit_profile import PREVIOUS, HitCurve, HitPoint, HitProfile
+from castoff.spec.hit_profile import HitCurve, HitPoint, HitProfile, Policy
 from castoff.spec.model import ModelSpec
 from castoff.spec.offload import OffloadMode
 from castoff.trace.reader import Trace
 
 # How the policies that a cast knows are named there.
-_MODES: dict[str, tuple[OffloadMode, str]] = {
+_MODES: dict[str, tuple[OffloadMode, Policy]] = {
     "fifo": ("direct", "fifo"),
     "lru": ("direct", "lru"),
     "clock": ("direct", "clock"),
     "serve_install": ("serve_install", "fifo"),
-    "gather": ("gather", PREVIOUS),
+    "gather": ("gather", "previous"),
 }
 
 
 def hit_profile(result: ReplayResult, model: ModelSpec, trace: Trace) -> HitProfile:
-    """The rows of a replay whose policies are modes of offload, as curves; misses spread from p10 to p90 of the steps.
+    """The rows of a replay whose policies are modes of offload, as curves; misses spread over steps, from p10 to p90.
 
     Counts of a trace that was drawn are assumed, others measured. Raises CastoffError where no row is of a mode.
     """
-    curves: dict[tuple[OffloadMode, str, int], list[HitPoint]] = {}
+    curves: dict[tuple[OffloadMode, Policy, int], list[HitPoint]] = {}
     for row in sorted(result.rows, key=lambda row: row.pool_tokens):
         if row.policy in _MODES:
             mode, policy = _MODES[row.policy]
@@ -35,6 +35,8 @@ def hit_profile(result: ReplayResult, model: ModelSpec, trace: Trace) -> HitProf
             points = curves.setdefault((mode, policy, row.ways or 0), [])
             if not points or points[-1].pool_tokens < row.pool_tokens:
                 points.append(_point(row))
+    if any(point.rows == 0 for points in curves.values() for point in points):
+        raise CastoffError(f"{trace.path} selects nothing in the steps that count, so there are no hits to write")
     if not curves:
         raise CastoffError(
             f"--hit-profile needs a policy that `castoff cast` knows: {', '.join(_MODES)}; got "
@@ -46,7 +48,8 @@ def hit_profile(result: ReplayResult, model: ModelSpec, trace: Trace) -> HitProf
         index_topk=result.index_topk,
         context_length=_mean_length(trace),
         origin=_origin(trace),
-        source=f"replay of {trace.path.name}: {result.request_steps} steps of {result.requests} requests",
+        source=f"replay of {trace.path.name}: {trace.header.num_groups} of {len(model.index_groups)} index groups, "
+        f"spread over {result.request_steps} steps of {result.requests} requests",
         curves=tuple(
             HitCurve(mode=mode, policy=policy, ways=ways, query_length=result.query_length, points=tuple(points))
             for (mode, policy, ways), points in curves.items()
@@ -56,16 +59,17 @@ def hit_profile(result: ReplayResult, model: ModelSpec, trace: Trace) -> HitProf
 
 def _point(row: ReplayRow) -> HitPoint:
     stats = row.stats
-    misses = stats["unique_misses"]
+    misses, of_steps = stats["unique_misses"], row.unique_misses_of_steps
     return HitPoint(
         pool_tokens=row.pool_tokens,
         # A row of the ring is on the device too.
         hits=stats["hits"].mean + stats["promoted_rows"].mean,
+        unique_hits=stats["unique_hits"].mean + stats["promoted_rows"].mean,
         unique_misses=misses.mean,
         repeated_misses=stats["repeated_misses"].mean,
         window_reads=stats["window_reads"].mean,
-        unique_misses_low=min(misses.p10, misses.mean),
-        unique_misses_high=max(misses.p90, misses.mean),
+        unique_misses_low=min(of_steps.p10, misses.mean),
+        unique_misses_high=max(of_steps.p90, misses.mean),
     )
 
 

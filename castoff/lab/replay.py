@@ -85,6 +85,13 @@ def replay(
     given = given or Replay()
     layers = _layers_of_groups(trace, model)
     queries = _queries(trace, given)
+    if len(layers) < len(model.index_groups):
+        warnings.warn(
+            f"{trace.path} has {len(layers)} of {len(model.index_groups)} index groups of {model.name}; bytes are "
+            "those of these alone",
+            CastoffWarning,
+            stacklevel=2,
+        )
     steps = trace.steps()
     requests = requests_of(steps, queries)
     if not requests:

@@ -69,8 +69,9 @@ class ReplayRow:
     ways: None where there are no sets. pool_tokens: rows of a request's pool in a layer; of gather, of its buffers.
     hit_rate: share of the selected rows whose token was in the pool. unique_hit_rate: share of the distinct settled
     tokens of a request's step that were there. unique_misses_…: distinct tokens that a request reads from the host in a
-    step, per index group; p50 and p99 over steps and groups. link_bytes_per_step: of all requests and layers, on
-    average over the steps. stats: counts of a request's step in one group. warm_up: by the age of requests.
+    step, per index group; p50 and p99 over steps and groups, of_steps the mean over groups of each step.
+    link_bytes_per_step: of all requests and layers, on average over the steps. stats: counts of a request's step in one
+    group. warm_up: by the age of requests.
     """
 
     policy: PolicyName
@@ -81,6 +82,7 @@ class ReplayRow:
     unique_misses_per_step: float
     unique_misses_p50: float
     unique_misses_p99: float
+    unique_misses_of_steps: Spread
     link_bytes_per_step: float
     stats: Mapping[str, Spread]
     per_group: tuple[GroupRow, ...]
@@ -136,6 +138,7 @@ class Replayed:
             unique_misses_per_step=misses.mean,
             unique_misses_p50=misses.p50,
             unique_misses_p99=misses.p99,
+            unique_misses_of_steps=_spread_of(stats_GMC[:, :, UNIQUE_MISSES].mean(axis=0)),
             link_bytes_per_step=float((link_rows_G * layers_G).sum() * self.row_bytes / self.num_steps),
             stats=whole,
             per_group=self._per_group(stats_GMC, totals_GC),
@@ -187,6 +190,16 @@ def _share(part: np.int64, whole: np.int64) -> float:
 def _read(policy: PolicyName) -> list[int]:
     """Counters of the rows that a layer reads from the host."""
     return [UNIQUE_MISSES, REPEATED_MISSES, WINDOW_READS] if policy in READS_EVERY_ROW else [UNIQUE_MISSES]
+
+
+def _spread_of(values_M: npt.NDArray[np.float64]) -> Spread:
+    """Of one figure over the steps; its total is rounded."""
+    quantiles = dict(zip(_QUANTILES, np.percentile(values_M, _QUANTILES).tolist(), strict=True))
+    return Spread(
+        total=round(float(values_M.sum())),
+        mean=float(values_M.mean()),
+        **{f"p{q}": quantiles[q] for q in _QUANTILES},
+    )
 
 
 def _spreads(stats_GMC: Ints) -> list[dict[str, Spread]]:

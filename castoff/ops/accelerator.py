@@ -99,10 +99,7 @@ def fetch(
     return ()
 
 
-def serve(
-    host: Tensor, block_tables: Tensor, sources_TK: Tensor, region: Tensor, selection: Tensor,
-    *, hosted: float | None = None,
-) -> tuple[()]:  # fmt: skip
+def serve(host: Tensor, block_tables: Tensor, sources_TK: Tensor, region: Tensor, selection: Tensor) -> tuple[()]:
     """As `offload_rows.serve`."""
     from castoff.ops.triton import rows as kernels
 

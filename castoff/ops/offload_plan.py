@@ -139,9 +139,18 @@ def _shapes(topk_TK: Abstract, *inputs: Abstract, sizes: PoolSizes, lists: int) 
 
 
 def _work(call: OpCall) -> Work:
-    """Every id is compared with the tags of its set, and leaves a row and entries of the lists."""
+    """Every id is compared with the tags of its set, and leaves a row and entries of the lists.
+
+    A last selection is as long as the new one, so its tags are put into a table, and each id asks that.
+    """
     topk_TK, sizes = call.tensor(0), call.attributes["sizes"]
     moved = topk_TK.bytes + sum(output.bytes for output in call.outputs)
+    if sizes.policy == "previous":
+        asked = 2 * topk_TK.elements
+        part = Part(
+            "look_up", vector_flops=asked, bytes=moved + topk_TK.bytes, gather_bytes=4 * asked, gather_rows=asked
+        )
+        return Work((part,))
     tags = topk_TK.elements * sizes.ways
     return Work((Part("look_up", vector_flops=tags, bytes=moved, gather_bytes=4 * tags, gather_rows=topk_TK.elements),))
 

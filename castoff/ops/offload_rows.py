@@ -90,9 +90,8 @@ def _fetch_reference(
 
 
 def _serve_reference(
-    host: Tensor, block_tables: Tensor, sources_TK: Tensor, region: Tensor, selection: Tensor,
-    *, hosted: float | None = None,
-) -> tuple[()]:  # fmt: skip
+    host: Tensor, block_tables: Tensor, sources_TK: Tensor, region: Tensor, selection: Tensor
+) -> tuple[()]:
     tokens, columns = sources_TK.shape
     sources = sources_TK.flatten().long()
     slots = row_slots(-2 - sources_TK, block_tables, host.shape[1]).flatten()
@@ -154,7 +153,7 @@ OFFLOAD_FETCH = Op(
 )  # fmt: skip
 OFFLOAD_SERVE = Op(
     "offload_serve", "offload_serve", _no_shapes, _serve_work, _serve_reference, outputs=0, mutates=(4,),
-    opaque=True, kernel=accelerator.serve, cpu_kernel=row_copies.serve,
+    opaque=True, kernel=accelerator.serve, cpu_kernel=row_copies.serve, expected=("hosted",),
 )  # fmt: skip
 OFFLOAD_INSTALL = Op(
     "offload_install", "offload_copy", _no_shapes, _install_work, _install_reference, outputs=0, mutates=(4,),

@@ -79,6 +79,7 @@ class Op:
     outputs: how many results there are when it is computed. mutates: inputs that it writes. opaque: torch.compile must
     not look into the reference, since it depends on data or is a kernel; see `ops/library.py`. kernel: computes the
     same, bit for bit, on an accelerator; cpu_kernel: on a CPU that has numba. The reference does so everywhere else.
+    expected: attributes of casts, which say what is expected of data; a computation is not given them.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Op:
     opaque: bool = False
     kernel: Callable[..., tuple[Any, ...]] | None = None
     cpu_kernel: Callable[..., tuple[Any, ...]] | None = None
+    expected: tuple[str, ...] = ()
 
     def __call__(self, *inputs: Tensor | None, **attributes: Any) -> tuple[Any, ...]:
         """Record the call where the inputs are abstract, compute it where they are real, and return the results."""
@@ -99,6 +101,8 @@ class Op:
                 return value.recorder.record(self, inputs, attributes)
         if self.reference is None:
             raise NotImplementedError(f"{self.name} can be cast, and cannot be run yet")
+        for name in self.expected:
+            attributes.pop(name, None)
         if torch.compiler.is_compiling():
             return call_registered(self, inputs, attributes) if self.opaque else self.compute(*inputs, **attributes)
         # A name in torch's profiler, the same as in a cast.
@@ -271,7 +275,8 @@ class Recorder:
         """The event comes when all that this block has called on this stream is done."""
         assert self._current is not None, f"{event} is signalled outside a block"
         name, layer = event
-        last = next(call for call in reversed(self._current.calls) if call.stream == self._stream)
+        last = next((call for call in reversed(self._current.calls) if call.stream == self._stream), None)
+        assert last is not None, f"{event} comes before any call on {self._stream}"
         last.signals += ((name, layer - self._layer),)
 
     @contextmanager

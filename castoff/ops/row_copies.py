@@ -34,10 +34,7 @@ def fetch(
     return ()
 
 
-def serve(
-    host: Tensor, block_tables: Tensor, sources_TK: Tensor, region: Tensor, selection: Tensor,
-    *, hosted: float | None = None,
-) -> tuple[()]:  # fmt: skip
+def serve(host: Tensor, block_tables: Tensor, sources_TK: Tensor, region: Tensor, selection: Tensor) -> tuple[()]:
     """As `offload_rows.serve`."""
     compiled(_serve)(
         words(host), host.shape[1], block_tables.numpy(), sources_TK.numpy(), words(region), words(selection)

@@ -51,6 +51,7 @@ def prediction_json(report: StepReport) -> dict[str, Any]:
         "fits": prediction.fits,
         "max_batch_per_device": prediction.largest.max_batch_per_device,
         "max_context_length": prediction.largest.max_context_length,
+        "stall_s": prediction.stall_s,
         "offload": plain(prediction.offload),
         "footprint": footprint_json(prediction.footprint),
         "streams": report.stream_s,

@@ -12,7 +12,7 @@ from castoff.lab.result import ReplayResult, ReplayRow
 from castoff.report.grid import table
 from castoff.report.units import count, percent, size_text
 
-CHART_COLUMNS, CHART_LINES = 72, 16
+CHART_COLUMNS, CHART_LINES = 64, 16
 
 
 def row_name(row: ReplayRow) -> str:

@@ -134,8 +134,8 @@ def _summary(report: StepReport) -> Table:
     if prediction.mode == "decode" and cast.setup.mtp.num_mtp_tokens:
         per_token = prediction.latency_s / cast.setup.mtp.tokens_per_step
         made.add_row("time per output token", milliseconds(per_token), "ms", cast.throughput_origin)
-    if prediction.offload is not None:
-        made.add_row("of it, stall of the host link", milliseconds(prediction.offload.stall_s), "ms", cast.origin)
+    if prediction.scenario.offload.offloads:
+        made.add_row("of it, stall of the host link", milliseconds(prediction.stall_s), "ms", cast.origin)
     made.add_row("throughput", rate(prediction.tokens_per_s), "tokens/s", cast.throughput_origin)
     per_device = rate(prediction.tokens_per_s_per_device)
     made.add_row("throughput per device", per_device, "tokens/s/device", cast.throughput_origin)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import lazy_loader as lazy
 
 from castoff.errors import CastoffError
+from castoff.free_memory import available_bytes
 from castoff.model.offload_sizes import offloaded_groups
 from castoff.model.setup import Setup
 from castoff.model.weights import RankWeights
-from castoff.offload.host_store import available_bytes, check_host_bytes
+from castoff.offload.host_store import check_host_bytes
 from castoff.offload.memory import OffloadRun, run_bytes
 from castoff.ops.program import Recorder, Tensor
 from castoff.ops.work import DTYPE_BYTES

@@ -1,13 +1,14 @@
 """How a serving stack drives a device: launch costs, efficiencies per op family, fusions, read from one TOML file.
 
-In the file, `[curves.default]` is complete; `[curves.<family>]` gives what differs, with its own origin and source.
+In the file, `[curves.default]` is complete; `[curves.<family>]` gives what differs, with its own origin and source. A
+file with `extends` has all else from another backend, section by section and curve by curve.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
-from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_names
+from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_names, shown
 
 Origin = Literal["measured", "calibrated", "analytic", "assumed"]
 Family = Literal[
@@ -116,11 +117,26 @@ class Backend:
 
 def load_backend(name_or_path: str) -> Backend:
     """A shipped backend by its exact name, or a backend file by its path; raises `CastoffError`."""
-    return _read_backend(read_toml(find_toml("backend", name_or_path)))
+    return _read_backend(_extended(read_toml(find_toml("backend", name_or_path))))
 
 
 def shipped_backends() -> tuple[str, ...]:
     return shipped_names("backend")
+
+
+def _extended(table: Table) -> Table:
+    """A file's sections, and those of the backend that it extends, which extends no other."""
+    if "extends" not in table.values:
+        return table
+    base = read_toml(find_toml("backend", table.text("extends")))
+    if "extends" in base.values:
+        raise table.fault("extends", f"must name a backend that stands by itself, got {shown(table.values['extends'])}")
+    own = {key: value for key, value in table.values.items() if key != "extends"}
+    curves = [values.get("curves", {}) for values in (base.values, own)]
+    if not all(isinstance(each, dict) for each in curves):
+        raise table.fault("curves", "must be a table")
+    merged = {name: curve for each in curves if isinstance(each, dict) for name, curve in each.items()}
+    return Table(file=table.file, values={**base.values, **own, "curves": merged})
 
 
 def _read_backend(table: Table) -> Backend:

@@ -1,17 +1,17 @@
 """How often selected rows are on the device already: what a cast needs of a replay, as a small JSON file.
 
 A profile has curves, one per mode, policy, ways and query length; a curve has counts of rows at several sizes of the
-pool. Counts are means per request, index group and decode step, as `policy/arrays.py` counts them.
+pool. Counts are means per request, index group and decode step.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from castoff.spec.toml_file import Table
 
 SHIPPED_DIRECTORY = Path(__file__).resolve().parent.parent / "data" / "hit_profiles"
 VERSION = 1
-Policy = PoolPolicy | str
-PREVIOUS = "previous"
+Policy = PoolPolicy | Literal["previous"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +39,31 @@ class Hits:
     hit_profile: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HitPoint:
-    """Rows of a request, index group and step with a pool of so many tokens. unique_misses_low, unique_misses_high: how
-    far that mean is uncertain."""
+    """Rows of a request, index group and step with a pool of so many tokens; in a sweep, arrays.
 
-    pool_tokens: int
-    hits: float
-    unique_misses: float
-    repeated_misses: float
-    window_reads: float
-    unique_misses_low: float
-    unique_misses_high: float
+    hits: in the pool, or copied there from the ring of the last tokens; unique_hits: their tokens. unique_misses_low,
+    unique_misses_high: the range that unique_misses may have on average over the groups of a step; the profile's source
+    says over what.
+    """
+
+    pool_tokens: Dim
+    hits: Dim
+    unique_hits: Dim
+    unique_misses: Dim
+    repeated_misses: Dim
+    window_reads: Dim
+    unique_misses_low: Dim
+    unique_misses_high: Dim
 
     @property
-    def rows(self) -> float:
+    def missed(self) -> Dim:
+        """Rows of settled tokens that are not in the pool."""
+        return self.unique_misses + self.repeated_misses
+
+    @property
+    def rows(self) -> Dim:
         """All selected rows."""
         return self.hits + self.unique_misses + self.repeated_misses + self.window_reads
 
@@ -69,15 +78,37 @@ class HitCurve:
     query_length: int
     points: tuple[HitPoint, ...]
 
-    def __str__(self) -> str:
-        ways = f" {self.ways} ways" if self.ways else ""
-        return f"{self.mode} {self.policy}{ways} at {self.query_length}"
+    @property
+    def least_tokens(self) -> float:
+        """The smallest pool that the curve has."""
+        return float(self.points[0].pool_tokens)
 
-    def at(self, figure: str, pool_tokens: Dim) -> Dim:
-        """A figure of `HitPoint` at a size of the pool: on the line between its neighbours, beyond them the last."""
-        sizes = [point.pool_tokens for point in self.points]
-        values = np.interp(pool_tokens, sizes, [getattr(point, figure) for point in self.points])
-        return values if isinstance(pool_tokens, np.ndarray) else float(values)
+    @property
+    def most_tokens(self) -> float:
+        """The largest pool that the curve has."""
+        return float(self.points[-1].pool_tokens)
+
+    def at(self, pool_tokens: Dim) -> HitPoint:
+        """The point at a size of the pool: on the line between its neighbours, beyond them the last."""
+        known = [astuple(point) for point in self.points]
+        sizes, *figures = zip(*known, strict=True)
+        return HitPoint(pool_tokens, *(np.interp(pool_tokens, sizes, figure) for figure in figures))
+
+    def unique_share(self, missed: Dim) -> Dim:
+        """Distinct tokens among missed rows, both as shares of all rows, where such a share is missed.
+
+        A pool of the curve misses that share, or one smaller than all of them, in which at last every token is missed.
+        """
+        falling = [point for point in self.points if point.missed > 0]
+        least = self.points[0]
+        every = (1 - least.window_reads / least.rows, (least.unique_hits + least.unique_misses) / least.rows)
+        pairs = [
+            (0.0, 0.0),
+            *((point.missed / point.rows, point.unique_misses / point.rows) for point in falling[::-1]),
+        ]
+        rows, tokens = zip(*pairs, every, strict=True)
+        share: Dim = np.interp(missed, rows, tokens)
+        return share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +132,13 @@ class HitProfile:
         for curve in self.curves:
             if (curve.mode, curve.policy, curve.ways, curve.query_length) == wanted:
                 return curve
+        there = ", ".join(dict.fromkeys(f"{curve.mode} {curve.policy}" for curve in self.curves))
+        sizes = ", ".join(dict.fromkeys(str(curve.ways) for curve in self.curves if curve.ways)) or "none"
+        lengths = ", ".join(str(length) for length in sorted({curve.query_length for curve in self.curves}))
         raise CastoffError(
             f"the hit profile of {self.model} has nothing for --offload {mode} --policy {policy}"
-            f"{f' --ways {ways}' if ways else ''} at {query_length} query tokens a request; it has "
-            f"{', '.join(str(curve) for curve in self.curves)}; give --hit-rate, or a --hit-profile of `castoff replay`"
+            f"{f' --ways {ways}' if ways else ''} at {query_length} query tokens a request; it has {there}; ways "
+            f"{sizes}; query tokens {lengths}; give --hit-rate, or a --hit-profile of `castoff replay`"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -135,14 +169,19 @@ def _read_profile(table: Table) -> HitProfile:
     table.only(("hit_profile_version", *(item.name for item in fields(HitProfile))))
     if table.count("hit_profile_version") != VERSION:
         raise table.fault("hit_profile_version", f"must be {VERSION}, got {table.values['hit_profile_version']}")
+    index_topk = table.count("index_topk")
+    curves = tuple(_read_curve(item, index_topk) for item in table.tables("curves"))
+    kinds = [(curve.mode, curve.policy, curve.ways, curve.query_length) for curve in curves]
+    if len(set(kinds)) < len(kinds):
+        raise table.fault("curves", "must have one curve for each mode, policy, ways and query_length")
     return HitProfile(
         model=table.text("model"),
         owner_layers=_counts(table, "owner_layers"),
-        index_topk=table.count("index_topk"),
+        index_topk=index_topk,
         context_length=table.count("context_length"),
         origin=table.choice("origin", ORIGINS),
         source=table.text("source"),
-        curves=tuple(_read_curve(item) for item in table.tables("curves")),
+        curves=curves,
     )
 
 
@@ -153,28 +192,37 @@ def _counts(table: Table, key: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _read_curve(table: Table) -> HitCurve:
+def _read_curve(table: Table, index_topk: int) -> HitCurve:
     table.only(item.name for item in fields(HitCurve))
     points = tuple(_read_point(item) for item in table.tables("points"))
     if any(before.pool_tokens >= point.pool_tokens for before, point in pairwise(points)):
         raise table.fault("points", "must be in ascending order of pool_tokens")
+    query_length = table.count("query_length")
+    for index, point in enumerate(points):
+        if not 0 < point.rows <= query_length * index_topk + 1:
+            raise table.fault(
+                f"points[{index}]", f"must have some rows, and at most query_length x index_topk = "
+                f"{query_length * index_topk}, got {point.rows:g}"
+            )  # fmt: skip
+        if point.window_reads > query_length * (query_length + 1) / 2 + 1:
+            raise table.fault(f"points[{index}].window_reads", "are more than the queries' own tokens")
     return HitCurve(
         mode=table.choice("mode", ("gather", "serve_install", "direct")),
-        policy=table.choice("policy", (PREVIOUS, *get_args(PoolPolicy))),
+        policy=table.choice("policy", ("previous", *get_args(PoolPolicy))),
         ways=table.count("ways", at_least=0),
-        query_length=table.count("query_length"),
+        query_length=query_length,
         points=points,
     )
 
 
 def _read_point(table: Table) -> HitPoint:
     table.only(item.name for item in fields(HitPoint))
-    counts: Mapping[str, float] = {
-        item.name: table.at_least_zero(item.name) for item in fields(HitPoint) if item.name != "pool_tokens"
-    }
-    point = HitPoint(pool_tokens=table.count("pool_tokens"), **counts)
+    names = [item.name for item in fields(HitPoint) if item.name != "pool_tokens"]
+    point = HitPoint(table.count("pool_tokens"), *(table.at_least_zero(name) for name in names))
     if not point.unique_misses_low <= point.unique_misses <= point.unique_misses_high:
         raise table.fault("unique_misses", "must lie between unique_misses_low and unique_misses_high")
+    if point.unique_hits > point.hits:
+        raise table.fault("unique_hits", "must be at most hits")
     return point
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from castoff.dims import Array
 from castoff.errors import CastoffError
-from castoff.spec.checks import check_value, declared
+from castoff.spec.checks import MOST, check_value, declared
 
 PoolPolicy = Literal["fifo", "lru", "clock"]
 OffloadMode = Literal["none", "gather", "serve_install", "direct"]
@@ -118,6 +118,8 @@ def check_offload(offload: Offload) -> None:
 
 def check_pool_multiple(pool_tokens: Array, ways: int) -> None:
     """Raise CastoffError for a size that is no positive multiple of the ways."""
+    if np.any(pool_tokens > MOST):
+        raise CastoffError(f"--pool-tokens must be at most {MOST}, got {pool_tokens.max():g}")
     wrong = pool_tokens[(pool_tokens < 1) | (pool_tokens % ways != 0)]
     if wrong.size:
         raise CastoffError(

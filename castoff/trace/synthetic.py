@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from castoff.errors import CastoffError
+from castoff.free_memory import available_bytes
 from castoff.spec.architecture import ModelSpec
 from castoff.spec.checks import check_value, declared
 from castoff.spec.scenario import ASSUMED_DRAFT_ACCEPTANCE
@@ -125,7 +126,7 @@ class Decoding:
         return self.context_length + self.steps * self.query_length
 
 
-class Selected(NamedTuple):
+class Drawn(NamedTuple):
     """What one request selects in one index group in one step."""
 
     committed: int
@@ -162,6 +163,7 @@ def generate_trace(
         )
     request_ids_B = np.arange(decoding.requests)
     _check_disk(target, decoding.steps * header.record_bytes)
+    _check_memory(header, decoding)
     streams = [
         [
             select(selection, decoding, header.index_topk, request=request, group=group)
@@ -184,7 +186,7 @@ def generate_trace(
 
 def select(
     selection: SelectionModel, decoding: Decoding, index_topk: int, *, request: int = 0, group: int = 0
-) -> Iterator[Selected]:
+) -> Iterator[Drawn]:
     """What one request selects in one index group, step by step.
 
     Raises CastoffError where sinks and window are more than a query selects.
@@ -199,7 +201,7 @@ def select(
 
 def _select(
     selection: SelectionModel, decoding: Decoding, index_topk: int, request: int, group: int
-) -> Iterator[Selected]:
+) -> Iterator[Drawn]:
     accepted_N = _accepted(decoding, request)
     queries, committed, known = decoding.query_length, decoding.context_length, 0
     most = committed + int(accepted_N[:-1].sum()) + queries
@@ -219,7 +221,7 @@ def _select(
         for query in range(queries):
             best = _best(selection, scores_SL[query, : committed + query + 1], index_topk)
             ids_SK[query, : len(best)] = best
-        yield Selected(committed, accepted, ids_SK)
+        yield Drawn(committed, accepted, ids_SK)
         known = length
         committed += accepted
 
@@ -286,6 +288,17 @@ def _check_disk(target: Path, size_bytes: int) -> None:
         raise CastoffError(
             f"the trace would take {size_bytes:,} bytes, and there are {free_bytes:,} free for {target}; give fewer "
             "--steps or --requests"
+        )
+
+
+def _check_memory(header: TraceHeader, decoding: Decoding) -> None:
+    """All groups of all requests are drawn step by step, so what is known of their tokens is held at once."""
+    needed = 4 * (decoding.query_length + 1) * decoding.most_tokens * header.num_groups * decoding.requests
+    free_bytes = available_bytes()
+    if free_bytes is not None and needed > free_bytes:
+        raise CastoffError(
+            f"drawing takes {needed:,} bytes of memory, and there are {free_bytes:,}; give fewer --requests or a "
+            "smaller --context-length"
         )
 
 

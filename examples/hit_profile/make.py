@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 from castoff.lab.fit import ALTERNATIVES
@@ -57,10 +57,9 @@ def over_models(profiles: list[HitProfile]) -> tuple[HitCurve, ...]:
 
 def rounded(point: HitPoint) -> HitPoint:
     """Counts to a hundredth of a row; hits take up what that changes."""
-    names = ("unique_misses", "repeated_misses", "window_reads", "unique_misses_low", "unique_misses_high")
-    counts = {name: round(getattr(point, name), 2) for name in names}
-    hits = point.rows - counts["unique_misses"] - counts["repeated_misses"] - counts["window_reads"]
-    return replace(point, hits=round(hits, 2), **counts)
+    pool_tokens, _, *others = (round(float(count), 2) for count in astuple(point))
+    made = HitPoint(int(pool_tokens), 0.0, *others)
+    return replace(made, hits=round(float(point.rows - made.rows), 2))
 
 
 def main(target: Path) -> None:

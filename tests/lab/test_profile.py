@@ -83,7 +83,10 @@ def test_a_cast_reads_what_a_replay_wrote(trace: Trace, tmp_path: Path, capsys: 
     # One draft more is another query length, which this profile does not have.
     cast[cast.index("1")] = "2"
     assert exit_status(*cast, *offload) == 2
-    assert "at 3 query tokens a request; it has direct fifo 16 ways at 2" in capsys.readouterr().err
+    assert (
+        "at 3 query tokens a request; it has direct fifo, serve_install fifo, gather previous; ways 16"
+        in capsys.readouterr().err
+    )
     other = ["cast", "deepseek-ai/DeepSeek-V3.2", "--device", DEVICE, "--decode", "--num-mtp-tokens", "1"]
     assert exit_status(*other, *offload) == 2
     assert "take a profile of this model" in capsys.readouterr().err

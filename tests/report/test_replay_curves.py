@@ -18,7 +18,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def result_of(rates: dict[tuple[PolicyName, int | None, int], int], name: str = "x.topk") -> ReplayResult:
     """A replay of one group and one step in which so many of 100 rows hit, by policy, ways and pool."""
-    common = Replayed(groups=[0], layers=[(0, 1)], ages_M=np.zeros(1, np.int64), num_steps=1, row_bytes=1152)
+    common = Replayed(
+        groups=[0],
+        layers=[(0, 1)],
+        ages_M=np.zeros(1, np.int64),
+        counted_M=np.ones(1, bool),
+        num_steps=1,
+        row_bytes=1152,
+    )
     rows = []
     for (policy, ways, pool), hits in rates.items():
         stats_GMC = np.zeros((1, 1, len(STATS)), np.int32)

@@ -48,8 +48,8 @@ def test_a_curve_is_a_line_between_its_points_and_ends_with_the_last() -> None:
     sizes = [point.pool_tokens for point in curve.points]
     low, high = curve.points[0], curve.points[1]
     middle = (sizes[0] + sizes[1]) / 2
-    assert curve.at("unique_misses", middle) == pytest.approx((low.unique_misses + high.unique_misses) / 2)
-    assert curve.at("unique_misses", 2**30) == curve.points[-1].unique_misses
+    assert curve.at(middle).unique_misses == pytest.approx((low.unique_misses + high.unique_misses) / 2)
+    assert curve.at(2**30).unique_misses == curve.points[-1].unique_misses
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -70,7 +70,8 @@ def test_another_model_is_refused() -> None:
 
 def test_a_curve_that_is_not_there_is_named() -> None:
     with pytest.raises(
-        CastoffError, match=r"--offload direct --policy fifo --ways 4 at 1 query tokens.*direct fifo 16 ways"
+        CastoffError,
+        match=r"--offload direct --policy fifo --ways 4 at 1 query tokens.*direct fifo, .*; ways 16; query tokens 1, 2, 3, 4",
     ):
         shipped().curve("direct", "fifo", 4, 1)
 

@@ -16,7 +16,7 @@ from castoff.trace.draws import bits_of, exponential, normal, uniform
 from castoff.trace.reader import open_trace
 from castoff.trace.steps import Int32Array
 from castoff.trace.summary import summarize
-from castoff.trace.synthetic import Decoding, Selected, SelectionModel, generate_trace, select
+from castoff.trace.synthetic import Decoding, Drawn, SelectionModel, generate_trace, select
 
 SMALL = SelectionModel(sinks=1, window=3, topic_tokens=8)
 DRAFTS = Decoding(context_length=200, steps=6, num_mtp_tokens=2, seed=5)
@@ -24,11 +24,11 @@ DRAFTS = Decoding(context_length=200, steps=6, num_mtp_tokens=2, seed=5)
 
 def drawn(
     selection: SelectionModel, decoding: Decoding, index_topk: int = 16, *, request: int = 0, group: int = 0
-) -> list[Selected]:
+) -> list[Drawn]:
     return list(select(selection, decoding, index_topk, request=request, group=group))
 
 
-def ids_of(*steps: Selected) -> list[list[list[int]]]:
+def ids_of(*steps: Drawn) -> list[list[list[int]]]:
     return [step.ids_SK.tolist() for step in steps]
 
 
