@@ -16,9 +16,10 @@ from typing import Literal
 import numpy as np
 
 from castoff.errors import CastoffError
-from castoff.policy.arrays import HITS, Ints, Longs, Selection
-from castoff.policy.previous import plan_gather
-from castoff.policy.published import install_metadata, plan_serve
+from castoff.policy.accesses import accesses_of
+from castoff.policy.arrays import HITS
+from castoff.policy.over_steps import RequestSteps, count_gather, count_serve_install, new_state
+from castoff.policy.stack_distance import count_lru
 from castoff.spec.offload import WAYS
 from castoff.trace.draws import Doubles
 from castoff.trace.synthetic import Decoding, SelectionModel, select
@@ -147,44 +148,20 @@ def _most(name: Free) -> float:
 def _group_rates(selection: SelectionModel, sample: Sample, group: int) -> list[float]:
     """The hit rates of one index group, in the order of HitRates."""
     decoding, topk = sample.decoding, sample.index_topk
-    queries = decoding.query_length
-    buffers = np.full((1, queries, topk), -1, np.int32)
-    last_use = np.zeros(decoding.most_tokens, np.int64)
-    pools = [_new_pool(size * topk) for size in (4, 8)]
-    hits, rows = np.zeros(4), 0
-    for step, drawn in enumerate(select(selection, decoding, topk, group=group)):
-        committed = np.array([drawn.committed])
-        asked = Selection(drawn.ids_SK, np.zeros(queries, np.int64), committed + queries, committed, np.zeros(1, int))
-        found = (
-            int(plan_gather(asked, buffers).stats_BC[0, HITS]),
-            _lru_hits(asked, last_use, 4 * topk),
-            *(_fifo_hits(asked, *pool) for pool in pools),
-        )
-        if step >= sample.warm_up:
-            hits += found
-            rows += int((drawn.ids_SK >= 0).sum())
-    return [float(share) for share in hits / rows]
-
-
-def _new_pool(tokens: int) -> tuple[Ints, Ints]:
-    """Tags and hands of an empty pool for one request."""
-    return np.full((1, tokens // WAYS, WAYS), -1, np.int32), np.zeros((1, tokens // WAYS), np.int32)
-
-
-def _fifo_hits(asked: Selection, tags_RNW: Ints, hands_RN: Ints) -> int:
-    plan = plan_serve(asked, tags_RNW, hands_RN)
-    install_metadata(
-        plan.install_ids_BX, plan.install_rows_BX, plan.counts_B, asked.request_slots_B, tags_RNW, hands_RN
+    drawn = list(select(selection, decoding, topk, group=group))
+    ids_MSK = np.stack([step.ids_SK for step in drawn])
+    committed_M = np.array([step.committed for step in drawn])
+    steps = RequestSteps(
+        ids_MSK,
+        np.zeros(ids_MSK.shape[:2], np.int64),
+        committed_M + decoding.query_length,
+        committed_M,
+        committed_M,
     )
-    return int(plan.stats_BC[0, HITS])
-
-
-def _lru_hits(asked: Selection, last_use_L: Longs, pool_tokens: int) -> int:
-    """Rows whose tokens are among the so many most recently used before the step. Mutates last_use, 0 for never."""
-    ids_X = asked.topk_TK[asked.topk_TK >= 0]
-    ids_X = ids_X[ids_X < asked.committed_B[0]]
-    oldest = max(int(np.partition(last_use_L, -pool_tokens)[-pool_tokens]), 1) if len(last_use_L) > pool_tokens else 1
-    hits = int((last_use_L[ids_X] >= oldest).sum())
-    # Later ranks count as later uses.
-    last_use_L[ids_X] = last_use_L.max() + 1 + np.arange(len(ids_X))
-    return hits
+    counted = (
+        count_gather(steps, new_state(decoding.query_length, topk)),
+        count_lru(accesses_of(iter([steps])), (4 * topk,))[0],
+        *(count_serve_install(steps, new_state(size * topk // WAYS, WAYS)) for size in (4, 8)),
+    )
+    rows = (ids_MSK[sample.warm_up :] >= 0).sum()
+    return [float(stats_MC[sample.warm_up :, HITS].sum() / rows) for stats_MC in counted]

@@ -71,7 +71,7 @@ def test_another_model_is_refused() -> None:
 def test_a_curve_that_is_not_there_is_named() -> None:
     with pytest.raises(
         CastoffError,
-        match=r"--offload direct --policy fifo --ways 4 at 1 query tokens.*direct fifo, .*; ways 16; query tokens 1, 2, 3, 4",
+        match=r"--policy fifo --ways 4 at 1 query tokens.*direct fifo, .*; ways 16; query tokens 1, 2, 3, 4",
     ):
         shipped().curve("direct", "fifo", 4, 1)
 
