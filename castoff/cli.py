@@ -20,7 +20,6 @@ from cyclopts import App, CycloptsError, Parameter
 from castoff import __version__, api
 from castoff.casting.measured import coverage, load_measured, require_hits
 from castoff.casting.summary import op_summaries
-from castoff.cli_traces import replay, trace_app
 from castoff.config_file import add_from_file, shipped_runs
 from castoff.errors import CastoffError, CastoffWarning
 from castoff.flags import (
@@ -63,6 +62,7 @@ from castoff.spec.model import ModelSpec, load_model, shipped_models
 from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Workload
 from castoff.spec.toml_file import read_toml
+from castoff.trace_cli import replay, trace_app
 
 # The device that the GLM-5 design is written for. Shapes depend on a device only through what it cannot do.
 SHAPES_DEVICE = "ATLAS_800_A3_752T_128G_DIE"

@@ -93,20 +93,6 @@ def parse_integers(text: str) -> LengthList:
     return tuple(int(part) for part in parts)
 
 
-def parse_steps(text: str) -> tuple[int, int | None]:
-    """`A:B` as the first step and the one behind the last; without A from the first, without B to the last.
-
-    Raises CastoffError.
-    """
-    first, colon, end = (part.strip() for part in text.partition(":"))
-    if not colon or not all(re.fullmatch(r"[0-9]{0,18}", part) for part in (first, end)):
-        raise CastoffError(f"--steps must be A:B, the first step and the one behind the last, got {text!r}")
-    steps = int(first or 0), int(end) if end else None
-    if steps[1] is not None and steps[0] >= steps[1]:
-        raise CastoffError(f"--steps {text}: the first step must come before the one behind the last")
-    return steps
-
-
 def _one_or_many(_: object, tokens: Sequence[Token]) -> int | LengthList:
     numbers = parse_integers(tokens[0].value)
     return numbers[0] if len(numbers) == 1 else numbers
@@ -129,8 +115,6 @@ Model = Annotated[
     str, Parameter(help="A known id (`castoff models`), a directory with a config.json, or a .json file.")
 ]
 DeviceName = Annotated[str, Parameter(help="A known device (`castoff devices`) or a device's .toml file.")]
-TraceFile = Annotated[Path, Parameter(help="A top-k trace.")]
-TraceTarget = Annotated[Path, Parameter(alias="-o", metavar="FILE", help="The trace to write.")]
 JsonTarget = Annotated[str | None, Parameter(metavar="FILE", help="Write JSON to a file; `-`: only JSON, to stdout.")]
 
 
@@ -291,7 +275,6 @@ RunGroup = Annotated[RunOptions, _group("Run", 1)]
 RunParallelGroup = Annotated[RunParallel, _group("Parallelism", 2)]
 OffloadGroup = Annotated[Offload, _group("KV offload", 3)]
 OutputGroup = Annotated[OutputFlags, _group("Output", 8)]
-SelectionGroup = Annotated[SelectionModel, _group("What is selected", 1)]
 DOCUMENTED = (
     RunOptions,
     Offload,

@@ -1,4 +1,4 @@
-"""How large everything is that offload holds, and its allocation."""
+"""Taking the memory that offload holds in a run."""
 
 from __future__ import annotations
 

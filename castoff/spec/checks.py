@@ -1,4 +1,4 @@
-"""Whether values are of the types that the fields of a class declare."""
+"""Whether values are of the types that the fields of a class declare, and numbers whole."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, Scenario, W
 GIB = 2**30
 DIE = load_device("ATLAS_800_A3_752T_128G_DIE")
 GLM = load_model("zai-org/GLM-5.2")
-V32 = load_model("deepseek-ai/DeepSeek-V3.2")
 
 
 def glm(requests: int, context: int = 65_536, prefill_tokens: int | None = None) -> Scenario:
@@ -34,22 +33,6 @@ def glm(requests: int, context: int = 65_536, prefill_tokens: int | None = None)
         compilation=Compilation(compile=True),
         backend="cann-ge",
         prefill_tokens=prefill_tokens,
-    )  # fmt: skip
-
-
-def v32(requests: int, context: int) -> Scenario:
-    """DeepSeek-V3.2 as CANN's benchmark runs it, prefill under CP 128."""
-    return Scenario(
-        workload=Workload(num_queries=requests, context_length=context, decode=True),
-        parallel=Parallel(
-            num_devices=128, dp_size=128, ep_size=128, o_proj_tp_size=4, mlp_tp_size=4, lmhead_tp_size=16,
-            word_embedding_tp="row", word_embedding_tp_size=16,
-        ),
-        quant=Quant(quantize_attention_action="INT8"),
-        mtp=Mtp(num_mtp_tokens=3),
-        compilation=Compilation(compile=True),
-        backend="cann-ge",
-        prefill_tokens=context // 128,
     )  # fmt: skip
 
 
@@ -103,25 +86,3 @@ class TestPublished:
         memory = footprint(glm(64, prefill_tokens=2048))
         assert memory.weights_bytes / GIB == pytest.approx(40.03, abs=0.01)
         assert float(memory.kv_bytes + memory.indexer_cache_bytes) / 2 / GIB == pytest.approx(5.73, abs=0.005)
-
-    def test_two_requests_of_64k_fit_a_die_and_four_do_not(self) -> None:
-        """With 3 GiB reserved, which DeepSeek-V3.2's failure at 384K asks for."""
-        batches = [replace(glm(batch, prefill_tokens=2048), reserved_memory_gb=3.0) for batch in (64, 128)]
-        assert [cast(GLM, DIE, batch).fits for batch in batches] == [True, False]
-
-    @pytest.mark.parametrize(
-        ("requests", "context", "gigabytes"),
-        [
-            (128, 65_536, 25.3), (256, 65_536, 28.6), (512, 65_536, 35.2), (1024, 65_536, 48.3),
-            (128, 131_072, 33.0), (128, 262_144, 48.5),
-        ],
-    )  # fmt: skip
-    def test_deepseek_v32(self, requests: int, context: int, gigabytes: float) -> None:
-        """The plots seem to be of the framework's own memory, without communication buffers."""
-        memory = footprint(v32(requests, context), V32)
-        own = float(memory.used_bytes) - memory.communication_bytes
-        assert own / 1e9 == pytest.approx(gigabytes, rel=0.03)
-
-    @pytest.mark.parametrize(("requests", "context"), [(2048, 65_536), (128, 393_216)])
-    def test_deepseek_v32_does_not_fit(self, requests: int, context: int) -> None:
-        assert not cast(V32, DIE, replace(v32(requests, context), reserved_memory_gb=3.0)).fits

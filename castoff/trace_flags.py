@@ -1,4 +1,4 @@
-"""The flags of `castoff replay`, and how their text becomes what is replayed."""
+"""The flags of commands on traces, and how their text becomes what is asked for."""
 
 from __future__ import annotations
 
@@ -17,9 +17,28 @@ from castoff.spec.model import ModelSpec, load_model, shipped_models
 from castoff.spec.offload import POOL_TOKENS, WAYS
 from castoff.spec.quant import AttentionAction
 from castoff.trace.reader import Trace
+from castoff.trace.synthetic import SelectionModel
+
+TraceFile = Annotated[Path, Parameter(help="A top-k trace.")]
+TraceTarget = Annotated[Path, Parameter(alias="-o", metavar="FILE", help="The trace to write.")]
+SelectionGroup = Annotated[SelectionModel, Parameter(name="*", group=Group("What is selected", sort_key=1))]
 
 MOST_SIZES = 10_000
 _RANGE = re.compile(r"([0-9]{1,12}):([0-9]{1,12}):([0-9]{1,12})")
+
+
+def parse_steps(text: str) -> tuple[int, int | None]:
+    """`A:B` as the first step and the one behind the last; without A from the first, without B to the last.
+
+    Raises CastoffError.
+    """
+    first, colon, end = (part.strip() for part in text.partition(":"))
+    if not colon or not all(re.fullmatch(r"[0-9]{0,18}", part) for part in (first, end)):
+        raise CastoffError(f"--steps must be A:B, the first step and the one behind the last, got {text!r}")
+    steps = int(first or 0), int(end) if end else None
+    if steps[1] is not None and steps[0] >= steps[1]:
+        raise CastoffError(f"--steps {text}: the first step must come before the one behind the last")
+    return steps
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -82,7 +101,6 @@ class ReplayFlags:
         int, Parameter(help="Steps at the start of each request that fill its pool and are not counted.")
     ] = 0
     model: Annotated[str | None, Parameter(help="The trace's model, where its name for it is not known here.")] = None
-
     num_hidden_layers_override: Annotated[
         int | None, Parameter(help="The first layers that a run kept, where it did not keep all.")
     ] = None

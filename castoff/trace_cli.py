@@ -8,10 +8,9 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from castoff.errors import CastoffError
-from castoff.flags import Choice, JsonTarget, SelectionGroup, TraceFile, TraceTarget, parse_steps
+from castoff.flags import Choice, JsonTarget
 from castoff.lab import replay as replaying
 from castoff.lab.profile import hit_profile
-from castoff.replay_flags import ReplayFiles, ReplayFilesGroup, ReplayFlags, ReplayGroup
 from castoff.report.output import check_outputs, print_text, render, write_file, write_json
 from castoff.report.progress import progress_bar
 from castoff.report.replay_csv import replay_csv
@@ -27,6 +26,16 @@ from castoff.trace.reader import open_trace
 from castoff.trace.summary import summarize
 from castoff.trace.synthetic import Decoding, SelectionModel, generate_trace
 from castoff.trace.writer import refuse_sources
+from castoff.trace_flags import (
+    ReplayFiles,
+    ReplayFilesGroup,
+    ReplayFlags,
+    ReplayGroup,
+    SelectionGroup,
+    TraceFile,
+    TraceTarget,
+    parse_steps,
+)
 
 
 def replay(
