@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castoff.casting.hits import Pool
-from castoff.casting.price import Pricing
-from castoff.casting.rank import batch_of_rank, footprint_of, offload_of, total_tokens
+from castoff.casting.deployment import Deployment
+from castoff.casting.rank import batch_of_rank, footprint_of, record_batch, total_tokens
 from castoff.dims import Array
-from castoff.model.record import record_step
-from castoff.model.setup import Setup
 from castoff.spec.checks import MOST
-from castoff.spec.scenario import RequestClass, Scenario
+from castoff.spec.scenario import RequestClass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,41 +22,35 @@ class Largest:
     max_context_length: int | None
 
 
-def largest_that_fits(
-    setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario, pool: Pool | None = None
-) -> Largest:
+def largest_that_fits(deployment: Deployment, classes: Sequence[RequestClass]) -> Largest:
     """Largest batch per rank at the longest request's lengths, and longest context at this batch, that still fit."""
     longest = max(classes, key=total_tokens)
     requests = sum(int(entry.count) for entry in classes)
-    context_cap = setup.model.max_position_embeddings - int(longest.query)
+    context_cap = deployment.setup.model.max_position_embeddings - int(longest.query)
 
     def fits(context: Array) -> Array:
-        return _fit(setup, pricing, RequestClass(requests, context, longest.query), scenario, pool)
+        return _fit(deployment, RequestClass(requests, context, longest.query))
 
     return Largest(
-        max_batch_per_device=largest_batch(setup, pricing, longest, scenario, pool),
+        max_batch_per_device=largest_batch(deployment, longest),
         max_context_length=_largest_true(fits, least=0, most=max(context_cap, 0)),
     )
 
 
-def largest_batch(
-    setup: Setup, pricing: Pricing, request: RequestClass, scenario: Scenario, pool: Pool | None = None
-) -> int:
+def largest_batch(deployment: Deployment, request: RequestClass) -> int:
     """The most requests of these lengths per attention-DP rank that fit; 0 for none."""
-    ranks = setup.mesh.dp.size
+    ranks = deployment.setup.mesh.dp.size
 
     def fits(batch: Array) -> Array:
         own = RequestClass(batch * ranks, request.context, request.query)
-        return _fit(setup, pricing, own, scenario, pool)
+        return _fit(deployment, own)
 
     return _largest_true(fits, least=1) or 0
 
 
-def _fit(setup: Setup, pricing: Pricing, requests: RequestClass, scenario: Scenario, pool: Pool | None) -> Array:
-    own = batch_of_rank(setup, [requests])
-    offload = offload_of(setup, scenario.offload, own.micro, pool)
-    program = record_step(setup, own.micro, own.busy_ranks, offload=offload)
-    return np.asarray(footprint_of(setup, pricing, program, own, scenario, pool).fits)
+def _fit(deployment: Deployment, requests: RequestClass) -> Array:
+    batch = batch_of_rank(deployment.setup, [requests])
+    return np.asarray(footprint_of(deployment, record_batch(deployment, batch), batch).fits)
 
 
 _PROBES = 64

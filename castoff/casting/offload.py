@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from castoff.casting.deployment import Deployment
 from castoff.casting.hits import Pool
 from castoff.casting.largest import largest_batch
-from castoff.casting.price import Pricing
 from castoff.casting.rank import Cast, cast_dealt, total_tokens
 from castoff.dims import Array, Dim, maximum
 from castoff.model.offload_sizes import Extent, offload_bytes, offloaded_groups, pool_sizes
 from castoff.model.setup import Setup
 from castoff.spec.offload import Offload
-from castoff.spec.scenario import RequestClass, Scenario
+from castoff.spec.scenario import RequestClass
 
 # Hit rates that are tried, and between which a straight line is drawn.
 _HIT_RATES = np.linspace(0.0, 1.0, 65)
@@ -50,24 +50,25 @@ class OffloadFigures:
     tokens_per_s_with: float
 
 
-def offload_figures(
-    cast: Cast, pricing: Pricing, scenario: Scenario, pool: Pool, batch_with: int
-) -> OffloadFigures:  # fmt: skip
-    """The figures of a scenario that was cast. batch_with: the largest batch that fits, per attention-DP rank."""
-    assert cast.reads is not None, "a decode step with offload reads"
-    setup, classes = cast.setup, cast.batch.classes
-    low, high = _spread(setup, pricing, classes, scenario, pool)
+def offload_figures(cast: Cast, deployment: Deployment, batch_with: int) -> OffloadFigures:
+    """The figures of a deployment that was cast. batch_with: the largest batch that fits, per attention-DP rank."""
+    pool, setup = deployment.pool, deployment.setup
+    assert pool is not None, "a decode step with offload has pools"
+    assert cast.reads is not None, "and reads them"
+    classes = cast.batch.classes
+    low, high = _spread(deployment, pool, classes)
     longest = max(classes, key=total_tokens)
-    resident = replace(scenario, offload=Offload())
-    batch_without = largest_batch(setup, pricing, longest, resident)
+    resident = replace(deployment, scenario=replace(deployment.scenario, offload=Offload()), pool=None)
+    batch_without = largest_batch(resident, longest)
 
-    def tokens_per_s(batch: int, scenario: Scenario, pool: Pool | None) -> Dim:
+    def tokens_per_s(batch: int, cast_with: Deployment) -> Dim:
         requests = RequestClass(batch * setup.mesh.dp.size, longest.context, longest.query)
-        return cast_dealt(setup, pricing, [requests], scenario, pool).tokens_per_s if batch else 0.0
+        return cast_dealt(cast_with, [requests]).tokens_per_s if batch else 0.0
 
-    without = float(tokens_per_s(batch_without, resident, None))
+    without = float(tokens_per_s(batch_without, resident))
     rates = np.append(_HIT_RATES, float(cast.reads.hits))
-    with_rates = np.broadcast_to(tokens_per_s(batch_with, scenario, replace(pool, hit_rate=rates)), rates.shape)
+    swept = replace(deployment, pool=replace(pool, hit_rate=rates))
+    with_rates = np.broadcast_to(tokens_per_s(batch_with, swept), rates.shape)
     reads, writes = _link_bytes(cast)
     places = cast.batch.micro.tokens * (setup.topk_limit or 0) / cast.batch.micro.requests
     return OffloadFigures(
@@ -77,7 +78,7 @@ def offload_figures(
         written_bytes=writes,
         latency_low_s=low,
         latency_high_s=high,
-        break_even_context_tokens=break_even_context_tokens(setup, scenario.offload, pool),
+        break_even_context_tokens=break_even_context_tokens(setup, deployment.scenario.offload, pool),
         break_even_hit_rate=_crossing(with_rates[:-1], without) if batch_with else None,
         batch_without=batch_without,
         tokens_per_s_without=without,
@@ -98,15 +99,13 @@ def break_even_context_tokens(setup: Setup, options: Offload, pool: Pool) -> flo
     return (held(2) - held(1)) / (sum(len(group) for group in groups) * row_bytes)
 
 
-def _spread(
-    setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario, pool: Pool
-) -> tuple[float, float]:
+def _spread(deployment: Deployment, pool: Pool, classes: Sequence[RequestClass]) -> tuple[float, float]:
     """Latency with the least and the most misses that the profile holds possible."""
     point = pool.curve.at(pool.tokens)
     ends = np.array([point.unique_misses_low, point.unique_misses_high]) / maximum(point.unique_misses, 1e-9)
     # A given rate has no spread.
     scale = ends if pool.hit_rate is None else np.ones(2)
-    cast = cast_dealt(setup, pricing, classes, scenario, replace(pool, miss_scale=scale))
+    cast = cast_dealt(replace(deployment, pool=replace(pool, miss_scale=scale)), classes)
     low, high = np.broadcast_to(cast.latency_s, 2).tolist()
     return low, high
 

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from castoff.casting.deployment import resolve
 from castoff.casting.footprint import Footprint
-from castoff.casting.hits import Pool, check_hits, pool_of
+from castoff.casting.hits import Pool
 from castoff.casting.largest import Largest, largest_that_fits
 from castoff.casting.offload import OffloadFigures, offload_figures
-from castoff.casting.price import BOUNDS, Bound, Measured, Pricing
-from castoff.casting.rank import Cast, cast_structure, stall_s
+from castoff.casting.price import BOUNDS, Bound, Measured
+from castoff.casting.rank import Cast, cast_batch, stall_s
 from castoff.dims import largest
 from castoff.errors import CastoffError
-from castoff.model.setup import Setup, resolve_setup
-from castoff.spec.backend import Backend, load_backend
+from castoff.spec.backend import Backend
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
 from castoff.spec.scenario import Compilation, Mode, Scenario, request_classes
@@ -83,35 +83,23 @@ def cast(model: ModelSpec, device: Device, scenario: Scenario, *, measured: Meas
     Raises CastoffError where the scenario cannot run on this device whatever its size of memory; a step that only
     does not fit is predicted, with `fits` false and the largest batch and context that would.
     """
-    backend = load_backend(device.default_backend if scenario.backend is None else scenario.backend)
-    setup = resolve_setup(model, device, backend, scenario, scenario.workload.mode)
+    deployment = resolve(model, device, scenario, measured=measured)
     classes = request_classes(scenario.workload, scenario.mtp)
     if any(isinstance(dim, np.ndarray) for entry in classes for dim in (entry.count, entry.context, entry.query)):
         raise CastoffError("cast takes one scenario; give arrays to castoff.sweep")
-    pricing = Pricing(device, backend, measured, setup.mesh.num_devices)
-    pool, notes = pool_of_step(setup, scenario)
-    result = cast_structure(setup, pricing, classes, scenario, pool)
-    fits = largest_that_fits(setup, pricing, classes, scenario, pool)
-    offload = None if pool is None else offload_figures(result, pricing, scenario, pool, fits.max_batch_per_device)
+    result = cast_batch(deployment, classes)
+    fits = largest_that_fits(deployment, classes)
     return Prediction(
         model=model,
         device=device,
-        backend=backend,
+        backend=deployment.pricing.backend,
         scenario=scenario,
         cast=result,
         largest=fits,
-        stall_s=float(stall_s(result, pricing)) if scenario.offload.offloads else 0.0,
-        offload=offload,
-        notes=(*notes, *_notes(model, scenario.compilation, result, pool)),
+        stall_s=float(stall_s(result, deployment.pricing)) if scenario.offload.offloads else 0.0,
+        offload=None if deployment.pool is None else offload_figures(result, deployment, fits.max_batch_per_device),
+        notes=(*deployment.notes, *_notes(model, scenario.compilation, result, deployment.pool)),
     )
-
-
-def pool_of_step(setup: Setup, scenario: Scenario) -> tuple[Pool | None, tuple[str, ...]]:
-    """The pools of a decode step with offload, else None; and notes. Raises CastoffError where offload cannot be."""
-    check_hits(setup, scenario)
-    if not scenario.offload.offloads or setup.mode == "prefill":
-        return None, ()
-    return pool_of(setup, scenario)
 
 
 def _notes(model: ModelSpec, compilation: Compilation, result: Cast, pool: Pool | None) -> list[str]:

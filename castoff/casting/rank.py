@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from castoff.casting.deployment import Deployment
 from castoff.casting.footprint import Footprint, footprint
-from castoff.casting.hits import Pool, Reads, expected_reads
+from castoff.casting.hits import Reads, expected_reads
 from castoff.casting.prefill_peak import prefill_peak_bytes
 from castoff.casting.price import BOUNDS, Prices, Pricing, longest_term, price_program, without_link
 from castoff.casting.timeline import Timeline, schedule
@@ -20,8 +21,7 @@ from castoff.model.setup import Setup
 from castoff.ops.lengths import Lengths
 from castoff.ops.program import Program
 from castoff.spec.backend import Origin, weakest
-from castoff.spec.offload import Offload
-from castoff.spec.scenario import Mode, RequestClass, Scenario, deal_to_rank
+from castoff.spec.scenario import Mode, RequestClass, deal_to_rank
 
 GIB = 2**30
 MOST_RESERVED_GIB = 2**20
@@ -69,14 +69,9 @@ class Cast:
     throughput_origin: Origin
 
 
-def cast_structure(
-    setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario, pool: Pool | None = None
-) -> Cast:
-    """Record, price and place one structure for a batch, which may hold arrays of scenarios.
-
-    pool: of a decode step with offload; other than the scenario says where it is swept.
-    """
-    casts = [cast_dealt(setup, pricing, dealt, scenario, pool) for dealt in dealings(classes)]
+def cast_batch(deployment: Deployment, classes: Sequence[RequestClass]) -> Cast:
+    """Record, price and place a deployment's step for a batch; both may hold arrays of scenarios."""
+    casts = [cast_dealt(deployment, dealt) for dealt in dealings(classes)]
     return max(casts, key=lambda result: float(result.latency_s)) if len(casts) > 1 else casts[0]
 
 
@@ -93,15 +88,11 @@ def dealings(classes: Sequence[RequestClass]) -> list[tuple[RequestClass, ...]]:
     return [tuple(by_tokens)] if by_tokens == by_pairs else [tuple(by_tokens), tuple(by_pairs)]
 
 
-def cast_dealt(
-    setup: Setup, pricing: Pricing, classes: Sequence[RequestClass], scenario: Scenario, pool: Pool | None
-) -> Cast:
-    """Cast the first rank when requests are dealt in the order of their classes; arrays may be in any of it."""
+def cast_dealt(deployment: Deployment, classes: Sequence[RequestClass]) -> Cast:
+    """Cast the first rank when requests are dealt in the order of their classes."""
+    setup, pricing, pool = deployment.setup, deployment.pricing, deployment.pool
     batch = batch_of_rank(setup, classes)
-    offload = offload_of(setup, scenario.offload, batch.micro, pool)
-    program = record_step(
-        setup, batch.micro, batch.busy_ranks, repeat=not scenario.disable_repetition, offload=offload
-    )  # fmt: skip
+    program = record_batch(deployment, batch, repeat=not deployment.scenario.disable_repetition)
     prices = price_program(program, pricing)
     timeline = schedule(program, prices)
     host_s = pricing.backend.host_s_per_step[setup.mode]
@@ -118,7 +109,7 @@ def cast_dealt(
         program=program,
         prices=prices,
         timeline=timeline,
-        footprint=footprint_of(setup, pricing, program, batch, scenario, pool),
+        footprint=footprint_of(deployment, program, batch),
         latency_s=latency_s,
         host_s=host_s,
         reads=None if pool is None else expected_reads(pool, batch.micro),
@@ -135,8 +126,15 @@ def stall_s(cast: Cast, pricing: Pricing) -> Dim:
     return cast.latency_s - cast.host_s - _latency(unlinked, cast.batch, cast.setup.mode)
 
 
-def offload_of(setup: Setup, options: Offload, lengths: Lengths, pool: Pool | None) -> OffloadCast | None:
+def record_batch(deployment: Deployment, batch: Batch, *, repeat: bool = True) -> Program:
+    """The program of one micro-batch. repeat: record each kind of layer once."""
+    offload = offload_of(deployment, batch.micro)
+    return record_step(deployment.setup, batch.micro, batch.busy_ranks, repeat=repeat, offload=offload)
+
+
+def offload_of(deployment: Deployment, lengths: Lengths) -> OffloadCast | None:
     """Offload of these requests, with what a step reads of their pools if those are known; None without offload."""
+    setup, options, pool = deployment.setup, deployment.scenario.offload, deployment.pool
     if not options.offloads:
         return None
     if pool is None:
@@ -201,9 +199,9 @@ def _bound(program: Program, prices: Prices) -> int | Array:
     return longest_term(sums)
 
 
-def footprint_of(
-    setup: Setup, pricing: Pricing, program: Program, batch: Batch, scenario: Scenario, pool: Pool | None
-) -> Footprint:
+def footprint_of(deployment: Deployment, program: Program, batch: Batch) -> Footprint:
+    """Memory of a step, the prefill before it included where the scenario asks for it."""
+    scenario, setup, pricing = deployment.scenario, deployment.setup, deployment.pricing
     if not 0 <= scenario.reserved_memory_gb <= MOST_RESERVED_GIB:
         raise CastoffError(
             f"--reserved-memory-gb must be from 0 to {MOST_RESERVED_GIB}, got {scenario.reserved_memory_gb:g}"
@@ -215,7 +213,7 @@ def footprint_of(
         program,
         batch.resident,
         reserved_bytes=scenario.reserved_memory_gb * GIB,
-        offload=offload_of(setup, scenario.offload, batch.resident, pool),
+        offload=offload_of(deployment, batch.resident),
     )
     if scenario.prefill_tokens is None:
         return step

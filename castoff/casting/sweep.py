@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from castoff.casting.deployment import Deployment, resolve
 from castoff.casting.hits import Pool, check_hit_rate, check_pool_tokens
-from castoff.casting.prediction import pool_of_step
-from castoff.casting.price import BOUNDS, Pricing
-from castoff.casting.rank import Cast, cast_structure, stall_s
+from castoff.casting.price import BOUNDS
+from castoff.casting.rank import Cast, cast_batch, stall_s
 from castoff.dims import Array
 from castoff.errors import CastoffError
-from castoff.model.setup import Setup, resolve_setup
-from castoff.spec.backend import Origin, load_backend, weakest
+from castoff.spec.backend import Origin, weakest
 from castoff.spec.checks import check_whole
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
@@ -204,42 +203,42 @@ def _cast_row(
     model: ModelSpec, device: Device, scenario: Scenario, flat: Mapping[str, Array], row: Mapping[str, Array]
 ) -> Origin:
     """Cast one structure at every point and write its figures to `row`; returns the origin of its latency."""
-    backend = load_backend(device.default_backend if scenario.backend is None else scenario.backend)
     lengths: dict[str, Any] = {name: values for name, values in flat.items() if name in LENGTHS}
-    workload = replace(scenario.workload, **lengths)
-    setup = resolve_setup(model, device, backend, scenario, workload.mode)
-    classes = request_classes(workload, scenario.mtp)
-    pool = _swept_pool(setup, scenario, flat)
+    scenario = replace(scenario, workload=replace(scenario.workload, **lengths))
+    classes = request_classes(scenario.workload, scenario.mtp)
+    deployment = _at_every_point(model, device, scenario, flat)
     size = len(next(iter(row.values())))
     origins: list[Origin] = []
     for start in range(0, size, CHUNK):
         part = slice(start, start + CHUNK)
-        pricing = Pricing(device, backend, num_devices=setup.mesh.num_devices)
-        result = cast_structure(setup, pricing, _chunk(classes, part), scenario, _pool_chunk(pool, part))
+        own = replace(deployment, pool=_pool_chunk(deployment.pool, part))
+        result = cast_batch(own, _chunk(classes, part))
         for name, figure in _figures(result).items():
             row[name][part] = figure
-        row["stall_s"][part] = stall_s(result, pricing) if scenario.offload.offloads else 0.0
+        row["stall_s"][part] = stall_s(result, own.pricing) if scenario.offload.offloads else 0.0
         origins.append(result.origin)
     return weakest(origins)
 
 
-def _swept_pool(setup: Setup, scenario: Scenario, flat: Mapping[str, Array]) -> Pool | None:
-    """The pools of a structure at every point. Raises CastoffError for arrays that it has no use for."""
+def _at_every_point(model: ModelSpec, device: Device, scenario: Scenario, flat: Mapping[str, Array]) -> Deployment:
+    """A structure with the pools of every point. Raises CastoffError for arrays that it has no use for."""
     swept = {name: flat[name] for name in POOLS if name in flat}
     # An array says what its flag would, once.
     stand_ins = {"hit_rate": 0.0} if "hit_rate" in swept else {}
-    pool, _ = pool_of_step(setup, _with(scenario, stand_ins))
+    deployment = resolve(model, device, _with(scenario, stand_ins))
+    pool, offload = deployment.pool, scenario.offload
     if not swept:
-        return pool
-    if pool is None or ("pool_tokens" in swept and scenario.offload.offload == "gather"):
+        return deployment
+    if pool is None or ("pool_tokens" in swept and offload.offload == "gather"):
         raise CastoffError(
             f"{' and '.join(swept)} {'are' if len(swept) > 1 else 'is'} for decode steps with offload"
-            f"{' serve_install or direct' if 'pool_tokens' in swept else ''}, got offload {scenario.offload.offload}"
+            f"{' serve_install or direct' if 'pool_tokens' in swept else ''}, got offload {offload.offload}"
         )
     if "pool_tokens" in swept:
-        check_pool_multiple(swept["pool_tokens"], scenario.offload.pool[1])
+        check_pool_multiple(swept["pool_tokens"], offload.pool[1])
         check_pool_tokens(pool, swept["pool_tokens"])
-    return replace(pool, tokens=swept.get("pool_tokens", pool.tokens), hit_rate=swept.get("hit_rate", pool.hit_rate))
+    tokens, hit_rate = swept.get("pool_tokens", pool.tokens), swept.get("hit_rate", pool.hit_rate)
+    return replace(deployment, pool=replace(pool, tokens=tokens, hit_rate=hit_rate))
 
 
 def _pool_chunk(pool: Pool | None, part: slice) -> Pool | None:

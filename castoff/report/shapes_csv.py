@@ -8,14 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from castoff.casting.hits import Pool
-from castoff.casting.prediction import pool_of_step
+from castoff.casting.deployment import Deployment, resolve
 from castoff.casting.price import call_key
-from castoff.casting.rank import batch_of_rank, offload_of
-from castoff.model.record import record_step
-from castoff.model.setup import Setup, resolve_setup
+from castoff.casting.rank import batch_of_rank, record_batch
 from castoff.ops.program import Abstract, OpCall
-from castoff.spec.backend import load_backend
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
 from castoff.spec.scenario import Scenario, request_classes
@@ -31,24 +27,22 @@ def shapes_csv(
 
     The shapes are those of the heaviest rank. Raises CastoffError where the structure cannot run.
     """
-    backend = load_backend(device.default_backend if scenario.backend is None else scenario.backend)
-    setup = resolve_setup(model, device, backend, scenario, scenario.workload.mode)
-    pool, _ = pool_of_step(setup, scenario)
+    deployment = resolve(model, device, scenario)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for batch in batches:
         for length in lengths:
-            writer.writerows(_rows(setup, scenario, pool, batch, length))
+            writer.writerows(_rows(deployment, batch, length))
     return text.getvalue()
 
 
-def _rows(setup: Setup, scenario: Scenario, pool: Pool | None, batch: int, length: int) -> Iterator[Row]:
+def _rows(deployment: Deployment, batch: int, length: int) -> Iterator[Row]:
+    scenario = deployment.scenario
     workload = replace(scenario.workload, num_queries=batch, context_length=length)
-    rank = batch_of_rank(setup, request_classes(workload, scenario.mtp))
+    rank = batch_of_rank(deployment.setup, request_classes(workload, scenario.mtp))
     counts: Counter[tuple[str, str, str, str]] = Counter()
-    offload = offload_of(setup, scenario.offload, rank.micro, pool)
-    for _, call in record_step(setup, rank.micro, rank.busy_ranks, offload=offload).calls():
+    for _, call in record_batch(deployment, rank).calls():
         counts[(*call_key(call), _outputs(call))] += 1
     for (op, inputs, dtypes, outputs), calls in counts.items():
         yield batch, length, op, calls, inputs, dtypes, outputs

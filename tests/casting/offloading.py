@@ -5,12 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from castoff.casting.hits import Pool
-from castoff.casting.prediction import pool_of_step
-from castoff.casting.price import Pricing
-from castoff.casting.rank import Cast, cast_structure
-from castoff.model.setup import resolve_setup
-from castoff.spec.backend import load_backend
+from castoff.casting.deployment import resolve
+from castoff.casting.rank import Cast, cast_batch
 from castoff.spec.device import Device
 from castoff.spec.hit_profile import Hits
 from castoff.spec.offload import Offload, OffloadMode
@@ -31,14 +27,10 @@ def step(mode: OffloadMode, *, hit_rate: float | None = None, base: Scenario | N
 
 def cast_offload(case: Scenario, *, on: Device | None = None, name: str = GLM_52, **pools: Any) -> Cast:
     """The cast of a step, and nothing else; `pools` replaces fields of its pool."""
-    spec, where = model(name), on or device(ASCEND)
-    backend = load_backend(case.backend or where.default_backend)
-    setup = resolve_setup(spec, where, backend, case, case.workload.mode)
-    pool: Pool | None = pool_of_step(setup, case)[0]
-    if pool is not None:
-        pool = replace(pool, **pools)
-    pricing = Pricing(where, backend, num_devices=setup.mesh.num_devices)
-    return cast_structure(setup, pricing, request_classes(case.workload, case.mtp), case, pool)
+    deployment = resolve(model(name), on or device(ASCEND), case)
+    if deployment.pool is not None:
+        deployment = replace(deployment, pool=replace(deployment.pool, **pools))
+    return cast_batch(deployment, request_classes(case.workload, case.mtp))
 
 
 def with_link(rate: float, *, share: float = 1.0) -> Device:

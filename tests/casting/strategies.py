@@ -6,9 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from castoff.casting.price import Pricing
-from castoff.casting.rank import Cast, cast_structure
-from castoff.model.setup import resolve_setup
+from castoff.casting.deployment import resolve
+from castoff.casting.rank import Cast, cast_batch
 from castoff.spec.backend import Backend, load_backend
 from castoff.spec.device import Device, shipped_devices
 from castoff.spec.model import ModelSpec
@@ -43,9 +42,7 @@ def backend_of(where: Device, case: Scenario) -> Backend:
 
 def cast_step(spec: ModelSpec, where: Device, case: Scenario) -> Cast:
     """What `castoff.cast` finds, without the search for the largest batch and context, which takes most of its time."""
-    backend = backend_of(where, case)
-    setup = resolve_setup(spec, where, backend, case, case.workload.mode)
-    return cast_structure(setup, Pricing(where, backend), request_classes(case.workload, case.mtp), case)
+    return cast_batch(resolve(spec, where, case), request_classes(case.workload, case.mtp))
 
 
 @st.composite

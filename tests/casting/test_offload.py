@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import castoff
+from castoff.casting.deployment import resolve
 from castoff.casting.offload import break_even_context_tokens
-from castoff.casting.prediction import pool_of_step
-from castoff.casting.price import Pricing
+from castoff.casting.price import Measured, Pricing, call_key
 from castoff.casting.rank import stall_s
 from castoff.casting.timeline import place, spans
 from castoff.errors import CastoffError
@@ -45,7 +45,7 @@ class TestBytes:
 
     def test_direct_reads_every_missed_token_once(self) -> None:
         found = cast_offload(step("direct"))
-        pool, _ = pool_of_step(found.setup, step("direct"))
+        pool = resolve(model(GLM_52), device(ASCEND), step("direct")).pool
         assert pool is not None
         point = pool.curve.at(8192)
         misses, rows = point.unique_misses, point.rows
@@ -103,8 +103,8 @@ class TestMemory:
     def test_break_even_context(self) -> None:
         """A pool and a selection buffer, rings, and 21 groups' metadata of two words a row and a set."""
         case = step("serve_install")
-        setup = cast_offload(case).setup
-        pool, _ = pool_of_step(setup, case)
+        deployment = resolve(model(GLM_52), device(ASCEND), case)
+        setup, pool = deployment.setup, deployment.pool
         assert pool is not None
         metadata = GROUPS * 4 * (2 * 8192 + 2 * 512) / (LAYERS * ROW)
         assert break_even_context_tokens(setup, case.offload, pool) == pytest.approx(8192 + S * K + S + metadata)
@@ -254,6 +254,57 @@ class TestSweep:
 
 
 class TestFigures:
+    def test_a_ragged_batch_has_them_too(self) -> None:
+        """Requests that bring more tokens, and others that have longer contexts: either may be dealt first."""
+        lengths = replace(step("direct").workload, num_queries=None, context_length=(65_536,) * 8 + (30_000,) * 9)
+        case = replace(step("direct"), workload=replace(lengths, query_length=(4,) * 8 + (8,) * 9))
+        found = castoff.cast(GLM_52, ASCEND, case)
+        assert found.offload is not None
+        assert found.offload.latency_low_s <= found.latency_s <= found.offload.latency_high_s
+
+    def test_a_device_reads_for_its_own_stage(self) -> None:
+        base = scenario(step("direct"), num_devices=64, num_queries=32)
+        whole, halves = (
+            castoff.cast(
+                GLM_52, ASCEND, step("direct", base=scenario(base, dp_size=dp, pp_size=pp, ep_size=32))
+            ).offload
+            for dp, pp in ((64, 1), (32, 2))
+        )
+        assert whole is not None
+        assert halves is not None
+        assert 0.45 < halves.link_bytes / whole.link_bytes < 0.55
+
+    @pytest.mark.parametrize("mode", ["serve_install", "direct"])
+    def test_no_more_tokens_are_missed_than_a_step_has(self, mode: OffloadMode) -> None:
+        """Four queries select some 3,500 distinct tokens together, whatever the rate that is given."""
+        missed = []
+        for rate in (0.0, 0.3, 0.6, 0.9):
+            found = castoff.cast(GLM_52, ASCEND, step(mode, hit_rate=rate)).offload
+            assert found is not None
+            missed.append(found.unique_misses)
+        assert missed == sorted(missed, reverse=True)
+        assert 3400 < missed[0] < 3700
+
+    def test_measured_times_of_ops_leave_offload_alone(self) -> None:
+        """How many rows a copy moves is not in its shapes."""
+        slow = castoff.cast(GLM_52, ASCEND, step("serve_install", hit_rate=0.1))
+        calls = [call for _, call in slow.cast.program.calls()]
+        measured = Measured({call_key(call): 1e-9 for call in calls if call.family.startswith("offload_")})
+        found = castoff.cast(GLM_52, ASCEND, step("serve_install", hit_rate=0.1), measured=measured)
+        assert (found.latency_s, found.stall_s) == (slow.latency_s, slow.stall_s)
+
+    def test_another_context_is_noted(self) -> None:
+        base = scenario(step("direct"), context_length=500_000)
+        notes = castoff.cast(GLM_52, ASCEND, step("direct", base=base)).notes
+        assert any("hit rates are those of a context of 65,536 tokens" in note for note in notes)
+        assert not any("hit rates" in note for note in castoff.cast(GLM_52, ASCEND, step("direct")).notes)
+
+    def test_a_prefill_has_a_stall_and_no_pools(self) -> None:
+        base = scenario(step("direct"), query_length=1000, decode=False, num_mtp_tokens=0, num_queries=32)
+        found = castoff.cast(GLM_52, with_link(1e9), step("direct", base=base))
+        assert found.offload is None
+        assert found.stall_s > 1
+
     def test_where_offload_pays(self) -> None:
         found = castoff.cast(GLM_52, ASCEND, step("serve_install", hit_rate=0.3)).offload
         assert found is not None

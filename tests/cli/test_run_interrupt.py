@@ -42,7 +42,9 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, word: bytes) -> None:
     ]
     # Progress is shown on a terminal alone, and tells how far the run is.
     terminal, its_end = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
+    # torch makes its folder for compiled code when its profiler is imported, and keeps that.
+    own = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **own}
     with subprocess.Popen(
         [sys.executable, "-m", "castoff", *arguments], stdout=subprocess.PIPE, stderr=its_end, env=environment
     ) as process:

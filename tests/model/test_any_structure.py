@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from castoff.casting.deployment import resolve
 from castoff.casting.footprint import Footprint
-from castoff.casting.price import Pricing
-from castoff.casting.rank import cast_structure
+from castoff.casting.rank import cast_batch
 from castoff.model.record import record_step
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
 from castoff.ops.program import OpCall, Program
-from castoff.spec.backend import load_backend
 from castoff.spec.model import ModelSpec
 from castoff.spec.scenario import (
     Mtp,
@@ -133,11 +132,9 @@ class TestAnyStructure:
     def test_a_kind_priced_once_is_every_layer_priced(self, on: str, data: st.DataObject) -> None:
         spec, where = model(), device(on)
         scenario = data.draw(scenarios(spec, where))
-        setup = setup_of(spec, scenario, on=on)
-        pricing = Pricing(where, load_backend(where.default_backend))
         classes = request_classes(scenario.workload, scenario.mtp)
-        once = cast_structure(setup, pricing, classes, scenario)
-        every = cast_structure(setup, pricing, classes, replace(scenario, disable_repetition=True))
+        once = cast_batch(resolve(spec, where, scenario), classes)
+        every = cast_batch(resolve(spec, where, replace(scenario, disable_repetition=True)), classes)
         assert len(every.program.blocks) > len(once.program.blocks)
         assert once.latency_s == pytest.approx(every.latency_s, rel=1e-9)
         assert once.tokens_per_s == pytest.approx(every.tokens_per_s, rel=1e-9)
