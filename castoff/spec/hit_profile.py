@@ -97,8 +97,8 @@ class HitCurve:
     def unique_share(self, missed: Dim) -> Dim:
         """Distinct tokens among missed rows, both as shares of all rows, where such a share is missed.
 
-        A pool of the curve misses that share, or one smaller than all of them, in which at last every token is missed. Of
-        gather, whose queries have buffers of their own, a token may be both hit and missed, and this is an upper bound.
+        A pool of the curve misses that share, or one smaller than all of them, in which at last every token is missed.
+        Of gather, whose queries have buffers of their own, a token may be both hit and missed: this is an upper bound.
         """
         falling = [point for point in self.points if point.missed > 0]
         least = self.points[0]

@@ -23,10 +23,8 @@ from castoff.spec.model import load_model
 from castoff.trace.synthetic import Decoding, SelectionModel, generate_trace
 
 MODEL = "zai-org/GLM-5.2"
-# The first layers have eight index groups. Noise lies evenly between two ends, whose weight is larger among fewer
-# groups: drawn a little nearer, its variance over 8 groups is that over all 21.
-LAYERS = 26
-NEARER = ((22 / 20) / (9 / 7)) ** 0.5
+# The first layers have eleven index groups, whose noise has the mean and the variance of all 21's.
+LAYERS = 38
 CONTEXT, STEPS, FILLING = 65_536, 500, 250
 POOLS = (2048, 4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768)
 REPLAY = Replay(policies=("fifo", "lru", "clock", "serve_install", "gather"), pools=POOLS, skip_steps=FILLING)
@@ -39,7 +37,6 @@ SOURCE = (
 def profile_of(selection: SelectionModel, drafts: int) -> HitProfile:
     """The profile of one model of selections."""
     spec = load_model(MODEL, num_hidden_layers=LAYERS)
-    selection = replace(selection, group_spread=NEARER * selection.group_spread)
     decoding = Decoding(context_length=CONTEXT, steps=STEPS, num_mtp_tokens=drafts)
     with tempfile.TemporaryDirectory() as folder:
         trace = generate_trace(Path(folder) / "drawn.topk", spec, selection, decoding)
