@@ -90,3 +90,27 @@ def test_a_cast_reads_what_a_replay_wrote(trace: Trace, tmp_path: Path, capsys: 
     other = ["cast", "deepseek-ai/DeepSeek-V3.2", "--device", DEVICE, "--decode", "--num-mtp-tokens", "1"]
     assert exit_status(*other, *offload) == 2
     assert "take a profile of this model" in capsys.readouterr().err
+
+
+def test_the_model_of_a_trace_is_not_exchanged(trace: Trace, capsys: pytest.CaptureFixture[str]) -> None:
+    """GLM-5 selects as many tokens, but in groups of one layer: its bytes would be others."""
+    assert exit_status("replay", str(trace.path), "--model", "zai-org/GLM-5") == 2
+    assert "whose index groups are not those of --model zai-org/GLM-5" in capsys.readouterr().err
+    assert exit_status("replay", str(trace.path), "--model", f"{GLM_52}-FP8") == 0
+
+
+def test_some_groups_are_noted(trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part, profile = tmp_path / "part.topk", tmp_path / "part.json"
+    assert exit_status("trace", "cut", str(trace.path), "--groups", "2,3", "-o", str(part)) == 0
+    assert exit_status("replay", str(part), "--hit-profile", str(profile)) == 0
+    assert f"has 2 of 21 index groups of {GLM_52}; bytes are those of these alone" in capsys.readouterr().err
+    assert "2 of 21 index groups" in load_hit_profile(profile).source
+
+
+def test_a_trace_that_selects_nothing_makes_no_profile(tmp_path: Path) -> None:
+    header = TraceHeader.of_model(model(), batch=1, query_length=1)
+    path = tmp_path / "nothing.topk"
+    with TraceWriter(path, header) as writer:
+        writer.append(np.array([0]), np.array([100]), np.array([1]), np.full((header.num_groups, 1, 1, 2048), -1))
+    with pytest.raises(CastoffError, match="selects nothing in the steps that count"):
+        profile_of(open_trace(path), "fifo")
