@@ -19,7 +19,7 @@ from castoff.report.units import count, percent, size_text
 
 jinja2 = lazy.load("jinja2")
 
-WIDTH, HEIGHT = 860, 420
+WIDTH, HEIGHT = 884, 420
 LEFT, RIGHT, TOP, BOTTOM = 78, 842, 44, 366
 LEGEND_WIDTH, LEGEND_HEIGHT = 190, 20
 NUM_COLOURS = 8
