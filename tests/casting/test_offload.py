@@ -77,6 +77,11 @@ class TestBytes:
         )
         assert direct <= served * (1 + 1e-9)
 
+    def test_every_rank_of_a_tp_group_reads_for_itself(self) -> None:
+        """They hold the same rows, and split the heads that attend to them."""
+        base = scenario(step("direct"), tp_size=4, dp_size=8, num_queries=16)
+        assert host_bytes(cast_offload(step("direct", base=base))) == host_bytes(cast_offload(step("direct")))
+
     def test_prefill_stores_the_new_rows_and_loads_the_old_ones(self) -> None:
         base = scenario(step("direct"), query_length=1000, decode=False, num_mtp_tokens=0, num_queries=32)
         reads, writes = host_bytes(cast_offload(step("direct", base=base)))

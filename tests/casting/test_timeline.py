@@ -484,3 +484,22 @@ class TestEvents:
 
         with pytest.raises(AssertionError, match="ends with waits"):
             recorder.block("a", "a", body, recorder.tensor(1))
+
+    def test_another_stage_is_another_device(self) -> None:
+        """Its side stream and its links do not wait for those of the stage before; the step ends when all have."""
+        recorder = Recorder()
+
+        def body(x: Abstract) -> tuple[Abstract]:
+            y = op(x, seconds=1)
+            recorder.signal(("computed", 0))
+            with recorder.on_stream(SIDE):
+                recorder.wait(("computed", 0))
+                op(x, seconds=10, units=(LINKS,))
+            return (y,)
+
+        (x,) = recorder.block("a", "a", body, recorder.tensor(1))
+        recorder.next_stage()
+        recorder.block("b", "b", body, x)
+        assert times(recorder.program) == [(0, 1), (1, 11), (1, 2), (2, 12)]
+        timeline = schedule(recorder.program, prices_of(recorder.program))
+        assert (timeline.end_s, timeline.stage_s) == (12, (11, 11))
