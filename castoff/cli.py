@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
@@ -62,7 +63,6 @@ from castoff.spec.model import ModelSpec, load_model, shipped_models
 from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Workload
 from castoff.spec.toml_file import read_toml
-from castoff.trace_cli import replay, trace_app
 
 # The device that the GLM-5 design is written for. Shapes depend on a device only through what it cannot do.
 SHAPES_DEVICE = "ATLAS_800_A3_752T_128G_DIE"
@@ -306,8 +306,11 @@ def _app(argv: Sequence[str]) -> App:
         # Making one takes longer than parsing.
         console=console(plain_width=120) if asks_for_help else None,
     )
-    app.command(trace_app())
-    for command in (cast, run, convert, compare, replay, models, devices, show, shapes):
+    for name in ("trace", "replay"):
+        # Help lists what commands do, for which it must have them; else they are imported when they are called.
+        place = f"castoff.trace_cli:{name}"
+        app.command(resolve_name(place) if asks_for_help else place, name=name)
+    for command in (cast, run, convert, compare, models, devices, show, shapes):
         app.command(command)
     return app
 

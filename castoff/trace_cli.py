@@ -154,15 +154,10 @@ def trace_generate(
     print_text(trace_text(made))
 
 
-def trace_app() -> App:
-    """`castoff trace` and its commands."""
-    app = App(
-        name="trace",
-        help="Look at top-k traces, cut them, make them of arrays, and draw them.",
-        help_format="plaintext",
-    )
-    app.command(trace_info, name="info")
-    app.command(trace_cut, name="cut")
-    app.command(trace_convert, name="convert")
-    app.command(trace_generate, name="generate")
-    return app
+trace = App(
+    name="trace", help="Look at top-k traces, cut them, make them of arrays, and draw them.", help_format="plaintext"
+)
+trace.command(trace_info, name="info")
+trace.command(trace_cut, name="cut")
+trace.command(trace_convert, name="convert")
+trace.command(trace_generate, name="generate")
