@@ -105,7 +105,8 @@ def pool_of(setup: Setup, scenario: Scenario) -> tuple[Pool, tuple[str, ...]]:
     if hits.hit_rate is not None:
         return _from_rate(profile, options, hits.hit_rate, tokens, query_length), ()
     curve = profile.curve(options.offload, policy, ways, query_length)
-    pool = Pool(tokens=tokens, hit_rate=None, curve=curve, context_length=profile.context_length,
+    pool = Pool(
+        tokens=tokens, hit_rate=None, curve=curve, context_length=profile.context_length,
         index_topk=profile.index_topk, origin=profile.origin,
     )  # fmt: skip
     check_pool_tokens(pool, tokens)

@@ -27,8 +27,7 @@ class OffloadFigures:
 
     hit_rate: of the selected rows. unique_misses: distinct tokens that a request misses in an index group.
     link_bytes, written_bytes: read from the host, and written there, by the device with the most of both.
-    latency_low_s, latency_high_s: with the misses
-    at the ends of the profile's spread.
+    latency_low_s, latency_high_s: with the misses at the ends of the profile's spread.
     break_even_context_tokens: from here on a request takes less device memory with offload than without.
     break_even_hit_rate: from here on the largest batch that fits gives more tokens per second than the largest one that
     fits without offload; 0 where that is so without any hit, None where it never is.
@@ -70,10 +69,10 @@ def offload_figures(cast: Cast, deployment: Deployment, batch_with: int) -> Offl
     swept = replace(deployment, pool=replace(pool, hit_rate=rates))
     with_rates = np.broadcast_to(tokens_per_s(batch_with, swept), rates.shape)
     reads, writes = _link_bytes(cast)
-    places = cast.batch.micro.tokens * (setup.topk_limit or 0) / cast.batch.micro.requests
+    rows = cast.batch.micro.selected(pool.index_topk) / cast.batch.micro.requests
     return OffloadFigures(
         hit_rate=float(cast.reads.hits),
-        unique_misses=float(cast.reads.missed * places),
+        unique_misses=float(cast.reads.missed * rows),
         link_bytes=reads,
         written_bytes=writes,
         latency_low_s=low,
