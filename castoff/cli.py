@@ -18,6 +18,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from castoff import __version__, api
+from castoff.accuracy_cli import accuracy_app
 from castoff.casting.measured import coverage, load_measured, require_hits
 from castoff.casting.summary import op_summaries
 from castoff.config_file import add_from_file, shipped_runs
@@ -295,7 +296,7 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _app(argv: Sequence[str]) -> App:
-    asks_for_help = not argv or "--help" in argv or "-h" in argv or list(argv) == ["trace"]
+    asks_for_help = not argv or "--help" in argv or "-h" in argv or list(argv) in (["trace"], ["accuracy"])
     app = App(
         name="castoff",
         help="Predict steps of long-context sparse-attention LLMs on hardware that you need not have.",
@@ -307,6 +308,7 @@ def _app(argv: Sequence[str]) -> App:
         console=console(plain_width=120) if asks_for_help else None,
     )
     app.command(trace_app())
+    app.command(accuracy_app())
     for command in (cast, run, convert, compare, replay, models, devices, show, shapes):
         app.command(command)
     return app
