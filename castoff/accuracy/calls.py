@@ -14,13 +14,15 @@ from typing import get_args
 from castoff.accuracy.tables import Rows
 from castoff.casting.price import Pricing
 from castoff.dims import minimum
+from castoff.errors import CastoffError
 from castoff.model.attention import attention
 from castoff.model.inputs import AbstractCaches, Selected, abstract_inputs
 from castoff.model.setup import resolve_setup
 from castoff.model.weights import RankWeights
-from castoff.ops.collectives import all_reduce
+from castoff.ops.attention import AttentionSizes, absorb_query, expand_value
+from castoff.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from castoff.ops.lengths import Lengths
-from castoff.ops.linear import Activations, Quantized, Weight, linear, quantize
+from castoff.ops.linear import QUANTIZE, Activations, Quantized, Weight, linear, quantize
 from castoff.ops.moe import (
     expected_experts_touched,
     grouped_matmul,
@@ -32,8 +34,8 @@ from castoff.ops.moe import (
 from castoff.ops.program import OpCall, Recorder
 from castoff.ops.work import Work
 from castoff.spec.mesh import Group
-from castoff.spec.model import ModelSpec, load_model
-from castoff.spec.quant import AttentionAction, LinearAction, LinearFormat, linear_format
+from castoff.spec.model import ModelSpec, load_model, shipped_models
+from castoff.spec.quant import AttentionAction, LinearAction, LinearFormat, cache_format, linear_format
 from castoff.spec.scenario import Mode, Parallel, Quant, RequestClass, Scenario
 
 Formula = Callable[[Rows, Pricing], list[OpCall]]
@@ -48,7 +50,15 @@ GEMM_FORMATS: Mapping[str, LinearFormat | None] = {
 
 MODULE_ACTIONS: Mapping[str, LinearAction] = {"bfloat16": "DISABLED", "fp8_block": "FP8"}
 CACHE_ACTIONS: Mapping[str, AttentionAction] = {"bfloat16": "DISABLED", "fp8": "FP8"}
-KERNEL_MODEL = "zai-org/GLM-5"
+NCCL_DTYPES: Mapping[str, str] = {"half": "fp16", "int8": "int8"}
+MODELS: Mapping[str, str] = {
+    **{name: name for name in shipped_models()},
+    # Its experts alone are in another format.
+    "nvidia/GLM-5.2-NVFP4": "zai-org/GLM-5.2",
+}
+"""Models of the tables of whole modules, by what castoff calls one with the same attention."""
+
+KERNEL_MODEL, ABSORPTION_MODEL = "zai-org/GLM-5", "deepseek-ai/DeepSeek-V3"
 # Parts of ops that the tables of single kernels measure.
 ATTENTION_PARTS = frozenset({"qk", "softmax", "pv", "kv_gather"})
 LOGITS_PARTS = frozenset({"score", "relu", "head_reduce", "key_cache_read", "scale_cache_read"})
@@ -104,6 +114,59 @@ def custom_all_reduce(site: Rows, _: Pricing) -> list[OpCall]:
     return _recorded(lambda recorder: all_reduce(recorder.tensor(site.dim("message_size")), group))
 
 
+def nccl(site: Rows, _: Pricing) -> list[OpCall]:
+    """A collective of NCCL inside a node; message_size counts the elements of the whole tensor."""
+    group, size, dtype = (
+        Group("tp", site.number("num_gpus")),
+        site.dim("message_size"),
+        NCCL_DTYPES[site.word("nccl_dtype")],
+    )
+    own = size / group.size
+
+    def body(recorder: Recorder) -> None:
+        match site.word("op_name"):
+            case "all_reduce":
+                all_reduce(recorder.tensor(size, dtype=dtype), group)
+            case "all_gather":
+                all_gather(recorder.tensor(own, dtype=dtype), group)
+            case "reduce_scatter":
+                reduce_scatter(recorder.tensor(size, dtype=dtype), group)
+            case _:
+                all_to_all(recorder.tensor(size, dtype=dtype), group, shape=(size,))
+
+    return _recorded(body)
+
+
+def absorption(site: Rows, _: Pricing) -> list[OpCall]:
+    """One of the two batched products with a half of kv_b, in bf16, at the sizes of DeepSeek-V3."""
+    model, heads, tokens = known_model(ABSORPTION_MODEL), site.number("num_heads"), site.dim("num_tokens")
+    sizes = AttentionSizes(
+        heads=heads,
+        qk_nope_head_dim=model.qk_nope_head_dim,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        kv_lora_rank=model.kv_lora_rank,
+        v_head_dim=model.v_head_dim,
+        cache=cache_format(model, "DISABLED"),
+        softmax_scale=model.softmax_scale,
+        topk_limit=None,
+    )
+
+    def body(recorder: Recorder) -> None:
+        kv_b = _weight(recorder, None, heads * (model.qk_nope_head_dim + model.v_head_dim), model.kv_lora_rank)
+        if site.word("op_name") == "mla_gen_pre":
+            absorb_query(recorder.tensor(tokens, heads, model.qk_head_dim), kv_b, sizes)
+        else:
+            expand_value(recorder.tensor(tokens, heads, model.kv_lora_rank), kv_b, sizes)
+
+    return _recorded(body)
+
+
+def scale_matrix(site: Rows, _: Pricing) -> list[OpCall]:
+    """Activations to FP8 by a known scale."""
+    form = LinearFormat("W8A8_STATIC", "fp8", "fp8", False)
+    return _recorded(lambda recorder: QUANTIZE(recorder.tensor(site.dim("m"), site.number("k")), format=form))
+
+
 def sparse_attention(site: Rows, pricing: Pricing) -> list[OpCall]:
     """Attention of 64 heads over selected bf16 rows, without the two products that absorb kv_b."""
     calls = _kernel_layer(site, pricing)
@@ -128,7 +191,9 @@ def attention_module(site: Rows, pricing: Pricing) -> list[OpCall]:
         quantize_indexer_action="FP8",
     )
     kind = "shared" if site.word("op_name").endswith("_skip_indexer") else "full"
-    calls = _layer(site, pricing, known_model(site.word("model")), quant, kind=kind, tp_size=site.number("tp_size"))
+    calls = _layer(
+        site, pricing, known_model(MODELS[site.word("model")]), quant, kind=kind, tp_size=site.number("tp_size")
+    )
     return [call for call in calls if call.work.parts]
 
 
@@ -149,6 +214,8 @@ def _layer(site: Rows, pricing: Pricing, model: ModelSpec, quant: Quant, *, kind
     scenario = Scenario(parallel=Parallel(num_devices=tp_size, tp_size=tp_size), quant=quant)
     setup = resolve_setup(model, pricing.device, pricing.backend, scenario, mode)
     lengths = Lengths((RequestClass(site.dim("batch_size"), site.dim("step"), site.dim("isl")),))
+    if kind not in model.indexer_types:
+        raise CastoffError(f"{model.name} has no layer whose indexer is {kind}")
     layer = model.indexer_types.index(kind)
 
     def body(recorder: Recorder) -> None:

@@ -13,10 +13,11 @@ import numpy as np
 from castoff.accuracy.series import KINDS, NOT_MAPPED, Exclusions, Series
 from castoff.accuracy.tables import Rows, TableFile, count_rows, find_tables, read_rows
 from castoff.casting.price import Pricing, price_call
-from castoff.dims import Array, Dim
+from castoff.dims import Array, Dim, some
+from castoff.errors import CastoffError
 from castoff.ops.program import OpCall
 from castoff.spec.backend import Backend, CollectiveCost, Curve, load_backend
-from castoff.spec.device import Device, load_device, shipped_devices
+from castoff.spec.device import load_device, shipped_devices
 
 WORST_ROWS = 3
 # Measured times are gathered between these.
@@ -105,7 +106,7 @@ def score_file(file: TableFile, backend: Backend | None) -> Iterator[TableAccura
         return
     device = load_device(file.system)
     pricing = Pricing(device, backend or load_backend(device.default_backend))
-    for series in kind.series(file, read_rows(file, kind.columns)):
+    for series in kind.series(file, read_rows(file, kind.words, kind.numbers)):
         yield score_series(file, series, pricing)
 
 
@@ -115,11 +116,9 @@ def score_series(file: TableFile, series: Series, pricing: Pricing) -> TableAccu
     predicted_s, roofline_s = np.full(len(kept), np.nan), np.full(len(kept), np.nan)
     peak = roofline(pricing)
     for site in kept.sites(series.sites):
-        recorded = series.formula(kept.where(site), pricing)
-        lacking = _lacking(recorded, pricing.device)
-        if lacking is not None:
-            why = f"{pricing.device.name} does not compute in {lacking}"
-            excluded[why] = excluded.get(why, 0) + len(site)
+        recorded, problem = _recorded(series, kept.where(site), pricing)
+        if problem is not None:
+            excluded[problem] = excluded.get(problem, 0) + len(site)
             continue
         predicted_s[site] = _seconds(recorded, pricing)
         roofline_s[site] = _seconds(recorded, peak)
@@ -168,10 +167,19 @@ def _seconds(recorded: Sequence[OpCall], pricing: Pricing) -> Dim:
     return total
 
 
-def _lacking(recorded: Sequence[OpCall], device: Device) -> str | None:
-    """A format in which the calls multiply and the device does not."""
-    dtypes = [part.matrix_dtype for call in recorded for part in call.work.parts]
-    return next((dtype for dtype in dtypes if not device.supports(dtype)), None)
+def _recorded(series: Series, site: Rows, pricing: Pricing) -> tuple[Sequence[OpCall], str | None]:
+    """The calls of a site, and why they cannot be priced."""
+    try:
+        recorded = series.formula(site, pricing)
+    # What a model or a device cannot do: a number of ranks that does not divide the heads, say.
+    except CastoffError as error:
+        return (), str(error)
+    device = pricing.device
+    dtypes = [part.matrix_dtype for call in recorded for part in call.work.parts if some(part.matrix_flops)]
+    lacking = next((dtype for dtype in dtypes if not device.supports(dtype)), None)
+    if lacking is not None:
+        return (), f"{device.name} does not compute in {lacking}"
+    return recorded, None if recorded else "nothing to do"
 
 
 def _buckets(measured_s: Array, error: Array) -> Iterator[Bucket]:

@@ -11,13 +11,13 @@ from castoff.accuracy import calls
 from castoff.accuracy.calls import Formula
 from castoff.accuracy.tables import Rows, TableFile
 from castoff.dims import Array
-from castoff.spec.model import shipped_models
 
 NOT_MAPPED = "castoff prices no op like it yet"
 NO_TIME = "no time measured"
 
-# fp8_block of vLLM is launched from the host row by row: below this its rows show the host.
-VLLM_HOST_FLOOR_S = 160e-6
+# fp8_block products of vLLM are launched from the host. Products of so few multiplications take the device a few µs, so
+# their median time is the host's, and rows within this factor of it show the host more than the device.
+SMALL_PRODUCT, NEAR_FLOOR = 1e8, 1.5
 # A prefill of few tokens is launched op by op, slower than the device works.
 HOST_FLOOR_ISL = 512
 # The largest batch of the captured decode steps.
@@ -42,9 +42,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one kind of table is read. columns: those that are needed."""
+    """How one kind of table is read. words, numbers: the columns that are needed."""
 
-    columns: tuple[str, ...]
+    words: tuple[str, ...]
+    numbers: tuple[str, ...]
     series: Callable[[TableFile, Rows], Iterator[Series]]
 
 
@@ -62,16 +63,29 @@ def timed(rows: Rows, excluded: Exclusions) -> Rows:
     return split_off(rows, excluded, NO_TIME, ~(np.isfinite(rows.latency_s) & (rows.latency_s > 0)))
 
 
+def _of_known_format(rows: Rows, excluded: Exclusions, dtype: str) -> Rows:
+    unknown = np.full(len(rows), dtype not in calls.GEMM_FORMATS)
+    return split_off(rows, excluded, f"castoff has no format {dtype}", unknown)
+
+
 def _gemm(file: TableFile, rows: Rows) -> Iterator[Series]:
     for dtype, own in _by_word(rows, "gemm_dtype"):
         excluded: Exclusions = {}
         kept = timed(own, excluded)
-        if dtype not in calls.GEMM_FORMATS:
-            kept = split_off(kept, excluded, f"castoff has no format {dtype}", np.ones(len(kept), dtype=bool))
+        kept = _of_known_format(kept, excluded, dtype)
         if file.backend == "vllm" and dtype == "fp8_block":
-            floor = kept.latency_s < VLLM_HOST_FLOOR_S
-            kept = split_off(kept, excluded, "at or below the host floor of 160 µs", floor)
+            kept = split_off(kept, excluded, "near the time of the host", _near_host_floor(kept))
         yield Series(f"gemm_{_short(dtype)}", len(own), kept, excluded, calls.gemm, ("gemm_dtype", "n", "k"))
+
+
+def _near_host_floor(rows: Rows) -> Array:
+    near = np.zeros(len(rows), dtype=bool)
+    is_small = rows.dim("m") * rows.dim("n") * rows.dim("k") < SMALL_PRODUCT
+    for kernel in np.unique(rows.columns["kernel_source"]):
+        own = rows.columns["kernel_source"] == kernel
+        if (own & is_small).any():
+            near |= own & (rows.latency_s < NEAR_FLOOR * np.median(rows.latency_s[own & is_small]))
+    return near
 
 
 def _moe(_: TableFile, rows: Rows) -> Iterator[Series]:
@@ -85,8 +99,7 @@ def _moe(_: TableFile, rows: Rows) -> Iterator[Series]:
             if not len(part):
                 continue
             kept = timed(part, excluded)
-            if dtype not in calls.GEMM_FORMATS:
-                kept = split_off(kept, excluded, f"castoff has no format {dtype}", np.ones(len(kept), dtype=bool))
+            kept = _of_known_format(kept, excluded, dtype)
             yield Series(f"moe_{_short(dtype)}_{suffix}", len(part), kept, excluded, calls.moe, sites)
 
 
@@ -96,6 +109,27 @@ def _all_reduce(_: TableFile, rows: Rows) -> Iterator[Series]:
     kept = split_off(rows, excluded, "launched op by op, not from a graph", ~graph)
     kept = timed(kept, excluded)
     yield Series("custom_allreduce", len(rows), kept, excluded, calls.custom_all_reduce, ("num_gpus",))
+
+
+def _nccl(_: TableFile, rows: Rows) -> Iterator[Series]:
+    for op_name, own in _by_word(rows, "op_name"):
+        excluded: Exclusions = {}
+        kept = timed(own, excluded)
+        unknown = ~np.isin(kept.columns["nccl_dtype"], list(calls.NCCL_DTYPES))
+        kept = split_off(kept, excluded, "an nccl_dtype that castoff does not have", unknown)
+        yield Series(f"nccl_{op_name}", len(own), kept, excluded, calls.nccl, ("op_name", "nccl_dtype", "num_gpus"))
+
+
+def _mla_bmm(_: TableFile, rows: Rows) -> Iterator[Series]:
+    for op_name, own in _by_word(rows, "op_name"):
+        excluded: Exclusions = {}
+        kept = split_off(own, excluded, "castoff absorbs in bf16", own.columns["bmm_dtype"] != "bfloat16")
+        yield Series(op_name, len(own), timed(kept, excluded), excluded, calls.absorption, ("op_name", "num_heads"))
+
+
+def _scale_matrix(_: TableFile, rows: Rows) -> Iterator[Series]:
+    excluded: Exclusions = {}
+    yield Series("scale_matrix", len(rows), timed(rows, excluded), excluded, calls.scale_matrix, ("k",))
 
 
 def _kernel(formula: Formula) -> Callable[[TableFile, Rows], Iterator[Series]]:
@@ -133,7 +167,7 @@ def _module(file: TableFile, rows: Rows, mode: str, trap: Array, why: str) -> It
 
 
 _MODULE_WORDS = {
-    "model": shipped_models(),
+    "model": tuple(calls.MODELS),
     "gemm_type": tuple(calls.MODULE_ACTIONS),
     "kv_cache_dtype": tuple(calls.CACHE_ACTIONS),
 }
@@ -148,21 +182,21 @@ def _short(dtype: str) -> str:
     return "bf16" if dtype == "bfloat16" else dtype
 
 
-_MOE_COLUMNS = (
-    "moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size",
-    "distribution",
-)  # fmt: skip
-_KERNEL_COLUMNS = ("batch_size", "isl", "step")
-_MODULE_COLUMNS = ("op_name", "model", "gemm_type", "kv_cache_dtype", "tp_size", *_KERNEL_COLUMNS)
+_REQUESTS = ("batch_size", "isl", "step")
+_EXPERTS = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
+_MODULE = ("op_name", "model", "gemm_type", "kv_cache_dtype")
 
 KINDS: Mapping[str, Kind] = {
-    "gemm": Kind(("gemm_dtype", "m", "n", "k"), _gemm),
-    "moe": Kind(_MOE_COLUMNS, _moe),
-    "custom_allreduce": Kind(("num_gpus", "message_size", "backend"), _all_reduce),
-    "glm5_dsa_attn_module": Kind(_KERNEL_COLUMNS, _kernel(calls.sparse_attention)),
-    "glm5_mqa_logits_module": Kind(_KERNEL_COLUMNS, _kernel(calls.indexer_logits)),
-    "glm5_topk_module": Kind((*_KERNEL_COLUMNS, "score_mode"), _kernel(calls.topk)),
-    "dsa_generation_module": Kind(_MODULE_COLUMNS, _generation_module),
-    "dsa_context_module": Kind(_MODULE_COLUMNS, _context_module),
+    "gemm": Kind(("gemm_dtype", "kernel_source"), ("m", "n", "k"), _gemm),
+    "moe": Kind(("moe_dtype", "distribution"), _EXPERTS, _moe),
+    "custom_allreduce": Kind(("backend",), ("num_gpus", "message_size"), _all_reduce),
+    "nccl": Kind(("op_name", "nccl_dtype"), ("num_gpus", "message_size"), _nccl),
+    "mla_bmm": Kind(("op_name", "bmm_dtype"), ("num_heads", "num_tokens"), _mla_bmm),
+    "scale_matrix": Kind((), ("m", "k"), _scale_matrix),
+    "glm5_dsa_attn_module": Kind((), _REQUESTS, _kernel(calls.sparse_attention)),
+    "glm5_mqa_logits_module": Kind((), _REQUESTS, _kernel(calls.indexer_logits)),
+    "glm5_topk_module": Kind(("score_mode",), _REQUESTS, _kernel(calls.topk)),
+    "dsa_generation_module": Kind(_MODULE, (*_REQUESTS, "tp_size"), _generation_module),
+    "dsa_context_module": Kind(_MODULE, (*_REQUESTS, "tp_size"), _context_module),
 }
 """By the name of the file. Other tables are listed, and not scored."""

@@ -6,6 +6,7 @@ They come from ai-dynamo/aiconfigurator (`src/aiconfigurator/systems`), whose la
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from castoff.errors import CastoffError
 
 SUFFIX = "_perf.parquet"
 LATENCY = "latency"
+MAY_BE_ZERO = ("step",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +90,19 @@ def _table_file(path: Path) -> TableFile:
     return TableFile(path=path, system=system, backend=backend, version=version, name=file.removesuffix(SUFFIX))
 
 
-def read_rows(file: TableFile, names: Sequence[str]) -> Rows:
+def read_rows(file: TableFile, words: Sequence[str], numbers: Sequence[str]) -> Rows:
     """The named columns and the latency, in seconds. Raises CastoffError for a file that is no such table."""
-    parquet = _parquet()
-    try:
-        # A file alone: the folders of its path are no columns.
-        table = parquet.ParquetFile(file.path).read()
-    # Arrow's own errors are ValueErrors, OSErrors and NotImplementedErrors.
-    except (ValueError, OSError, NotImplementedError) as error:
-        raise CastoffError(f"{file.path} cannot be read as parquet: {' '.join(str(error).split())}") from None
+    names = (*words, *numbers)
+    with _opened(file) as opened:
+        table = opened.read()
     missing = [name for name in (*names, LATENCY) if name not in table.column_names]
     if missing:
         raise CastoffError(f"{file.path} has no column {', '.join(missing)}; it has {', '.join(table.column_names)}")
     columns = {name: _column(file, table, name) for name in names}
+    for name in numbers:
+        least = 0 if name in MAY_BE_ZERO else 1
+        if columns[name].dtype.kind not in "iu" or (len(columns[name]) and columns[name].min() < least):
+            raise CastoffError(f"{file.path}: {name} must be whole numbers of at least {least}")
     latency_ms = _column(file, table, LATENCY)
     if latency_ms.dtype.kind not in "iuf":
         raise CastoffError(f"{file.path}: {LATENCY} must be numbers, in ms")
@@ -109,8 +111,18 @@ def read_rows(file: TableFile, names: Sequence[str]) -> Rows:
 
 def count_rows(file: TableFile) -> int:
     """Rows of a table that is not read."""
+    with _opened(file) as opened:
+        return int(opened.metadata.num_rows)
+
+
+@contextmanager
+def _opened(file: TableFile) -> Iterator[Any]:
+    """The file alone, so that the folders of its path do not become columns."""
+    parquet = _parquet()
     try:
-        return int(_parquet().ParquetFile(file.path).metadata.num_rows)
+        with parquet.ParquetFile(file.path) as opened:
+            yield opened
+    # Arrow's own errors are ValueErrors, OSErrors and NotImplementedErrors.
     except (ValueError, OSError, NotImplementedError) as error:
         raise CastoffError(f"{file.path} cannot be read as parquet: {' '.join(str(error).split())}") from None
 
