@@ -45,8 +45,14 @@ GEMM_FORMATS: Mapping[str, LinearFormat | None] = {
     "fp8": LinearFormat("W8A8_DYNAMIC", "fp8", "fp8", True),
     "fp8_block": linear_format("FP8"),
     "nvfp4": LinearFormat("MXFP4", "fp4", "fp4", True, 16),
+    "w4a8_mxfp4_mxfp8": LinearFormat("MXFP4", "fp4", "fp8", True, 32),
+    "w4a16_mxfp4": LinearFormat("MXFP4", "fp4", "bf16", False, 32),
+    "int4_wo": LinearFormat("MXFP4", "int4", "bf16", False, 128),
 }
-"""Formats of products by the tables' names: fp8 has a scale per token and per output, fp8_block one per block."""
+"""Formats of products by the tables' names: fp8 has a scale per token and per output, fp8_block one per block.
+
+MXFP4 says here that scales are one per group of inputs, a byte each.
+"""
 
 MODULE_ACTIONS: Mapping[str, LinearAction] = {"bfloat16": "DISABLED", "fp8_block": "FP8"}
 CACHE_ACTIONS: Mapping[str, AttentionAction] = {"bfloat16": "DISABLED", "fp8": "FP8"}

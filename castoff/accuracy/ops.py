@@ -202,7 +202,7 @@ def _worst(rows: Rows, predicted_s: Array) -> tuple[WorstRow, ...]:
     places = np.argsort(-factor, kind="stable")[:WORST_ROWS]
     return tuple(
         WorstRow(
-            row={name: _plain(values[place]) for name, values in rows.columns.items() if name not in ("mode", "trap")},
+            row={name: _plain(values[place]) for name, values in rows.columns.items()},
             predicted_s=float(predicted_s[place]),
             measured_s=float(rows.latency_s[place]),
         )

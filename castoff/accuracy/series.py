@@ -145,23 +145,22 @@ def _kernel(formula: Formula) -> Callable[[TableFile, Rows], Iterator[Series]]:
 
 def _generation_module(file: TableFile, rows: Rows) -> Iterator[Series]:
     most = B200_GRAPH_BATCH if file.system.startswith("b200") else GRAPH_BATCH
-    yield from _module(file, rows, "decode", rows.columns["batch_size"] > most, f"batch above {most}: not from a graph")
+    why = f"batch above {most}: not from a graph"
+    yield from _module(rows, "decode", why, lambda own: own.columns["batch_size"] > most)
 
 
-def _context_module(file: TableFile, rows: Rows) -> Iterator[Series]:
-    floor = rows.columns["isl"] <= HOST_FLOOR_ISL
-    yield from _module(file, rows, "prefill", floor, f"isl up to {HOST_FLOOR_ISL}: the host is slower than the device")
+def _context_module(_: TableFile, rows: Rows) -> Iterator[Series]:
+    why = f"isl up to {HOST_FLOOR_ISL}: a host floor per layer"
+    yield from _module(rows, "prefill", why, lambda own: own.columns["isl"] <= HOST_FLOOR_ISL)
 
 
-def _module(file: TableFile, rows: Rows, mode: str, trap: Array, why: str) -> Iterator[Series]:
-    rows = rows.with_column("mode", np.full(len(rows), mode)).with_column("trap", trap)
-    for op_name, own in _by_word(rows, "op_name"):
+def _module(rows: Rows, mode: str, why: str, shows_host: Callable[[Rows], Array]) -> Iterator[Series]:
+    for op_name, own in _by_word(rows.with_column("mode", np.full(len(rows), mode)), "op_name"):
         excluded: Exclusions = {}
-        kept = split_off(own, excluded, why, own.columns["trap"])
-        kept = timed(kept, excluded)
+        kept = timed(split_off(own, excluded, why, shows_host(own)), excluded)
         for column, known in _MODULE_WORDS.items():
-            words = kept.columns[column]
-            kept = split_off(kept, excluded, f"a {column} that castoff does not have", ~np.isin(words, list(known)))
+            unknown = ~np.isin(kept.columns[column], list(known))
+            kept = split_off(kept, excluded, f"a {column} that castoff does not have", unknown)
         sites = ("mode", "op_name", "model", "gemm_type", "kv_cache_dtype", "tp_size")
         yield Series(op_name, len(own), kept, excluded, calls.attention_module, sites)
 

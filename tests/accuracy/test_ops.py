@@ -175,7 +175,7 @@ def test_short_prefill_is_left_out(tmp_path: Path) -> None:
     columns = repeated(MODULE, 2, op_name=["dsa_context_module"] * 2, isl=[512, 1024])
     write_table(tmp_path, columns, "dsa_context_module")
     table = only_table(tmp_path)
-    assert table.excluded == {"isl up to 512: the host is slower than the device": 1}
+    assert table.excluded == {"isl up to 512: a host floor per layer": 1}
 
 
 def test_tables_without_a_formula_are_listed(tmp_path: Path) -> None:
