@@ -295,7 +295,7 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _app(argv: Sequence[str]) -> App:
-    asks_for_help = not argv or "--help" in argv or "-h" in argv or list(argv) == ["trace"]
+    asks_for_help = not argv or "--help" in argv or "-h" in argv or list(argv) in (["trace"], ["accuracy"])
     app = App(
         name="castoff",
         help="Predict steps of long-context sparse-attention LLMs on hardware that you need not have.",
@@ -306,10 +306,10 @@ def _app(argv: Sequence[str]) -> App:
         # Making one takes longer than parsing.
         console=console(plain_width=120) if asks_for_help else None,
     )
-    for name in ("trace", "replay"):
+    for place in ("trace_cli:trace", "trace_cli:replay", "accuracy_cli:accuracy"):
         # Help lists what commands do, for which it must have them; else they are imported when they are called.
-        place = f"castoff.trace_cli:{name}"
-        app.command(resolve_name(place) if asks_for_help else place, name=name)
+        found = resolve_name(f"castoff.{place}") if asks_for_help else f"castoff.{place}"
+        app.command(found, name=place.partition(":")[2])
     for command in (cast, run, convert, compare, models, devices, show, shapes):
         app.command(command)
     return app

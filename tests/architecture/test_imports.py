@@ -46,9 +46,10 @@ def test_import(module: str) -> None:
     "arguments",
     [
         ["--help"],
+        ["accuracy", "ops", "--help"],
         ["cast", "zai-org/GLM-5.2", "--device", "ATLAS_800_A3_752T_128G_DIE", "--decode"],
     ],
-    ids=["help", "cast"],
+    ids=["help", "accuracy", "cast"],
 )
 def test_command(arguments: list[str]) -> None:
     assert_imports_nothing_heavy(

@@ -1,0 +1,1 @@
+"""How far predictions are from measurements: tables of measured ops, priced row by row."""

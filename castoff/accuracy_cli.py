@@ -1,0 +1,39 @@
+"""Commands on accuracy: how far predictions are from measured times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from castoff.accuracy.ops import ops_accuracy
+from castoff.flags import JsonTarget
+from castoff.report.accuracy_text import accuracy_tables
+from castoff.report.output import check_outputs, print_text, render, write_json
+from castoff.report.progress import progress_bar
+
+
+def accuracy_ops(
+    *,
+    tables: Annotated[
+        Path,
+        Parameter(metavar="DIR", help="Measured tables, at data/SYSTEM/FAMILY/BACKEND/VERSION/NAME_perf.parquet."),
+    ],
+    backend: Annotated[
+        str | None, Parameter(help="What prices the rows: a known name or a file; each device's own by default.")
+    ] = None,
+    json: JsonTarget = None,
+) -> None:
+    """Lay predicted beside measured op times, table by table, and beside the pure roofline."""
+    check_outputs({"--json": None if json in (None, "-") else Path(str(json))})
+    with progress_bar(f"{tables}: tables") as progress:
+        result = ops_accuracy(tables, backend=backend, progress=progress)
+    if json:
+        write_json(json, result)
+    if json != "-":
+        print_text(render(*accuracy_tables(result)))
+
+
+accuracy = App(name="accuracy", help="Say how far predictions are from measured times.", help_format="plaintext")
+accuracy.command(accuracy_ops, name="ops")
