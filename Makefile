@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV_DEV)/.installed: pyproject.toml constraints.txt
 	$(call make_venv,$(VENV_DEV))
-	$(VENV_DEV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev,run,lab,hf]'
+	$(VENV_DEV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev,run,lab,tables,hf]'
 	@touch $@
 
 define make_venv
