@@ -8,23 +8,18 @@ Appends one row per benchmark to benchmarks/cast.csv. Run it on an idle machine;
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from rows import append_rows, machine, one_core
+from rows import append_rows, flags, made_on_one_core, one_core
 
-import castoff
 from castoff import cast, sweep
 from castoff.casting.sweep import SweepResult
 from castoff.spec.device import load_device
@@ -186,22 +181,8 @@ def measure(benchmark: Benchmark, runs: int) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure everything, print it, append it to the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=10, help="timed runs of each benchmark (default: %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).with_name("cast.csv"), help="CSV file to append to"
-    )
-    arguments = parser.parse_args(argv)
-    if arguments.runs < 1:
-        parser.error("--runs must be at least 1")
-    common = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{machine()}, one used",
-        "python": platform.python_version(),
-        "numpy": version("numpy"),
-        "castoff": castoff.__version__,
-        "runs": arguments.runs,
-    }
+    arguments = flags(argv, description=__doc__, runs=10, file="cast.csv")
+    common = made_on_one_core("numpy") | {"runs": arguments.runs}
     rows: list[dict[str, object]] = []
     with one_core():
         for benchmark in benchmarks():

@@ -9,25 +9,20 @@ plans of both must be equal. Run it on an idle machine; everything is pinned to 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from rows import append_rows, machine, one_core
+from rows import append_rows, flags, made_on_one_core, one_core
 
-import castoff
 from castoff.policy.arrays import HITS, STAGED, STATS, UNIQUE_HITS, FetchPlan, Longs, PoolState, Selection
 from castoff.policy.direct import plan_direct
 from castoff.spec.offload import PoolPolicy
@@ -191,22 +186,8 @@ def measure(policy: PoolPolicy, calls: Sequence[Call], loop: Any, runs: int) -> 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every policy with 1 and with 4 queries, print it, append it to the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=7, help="timed runs of each row (default: %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).with_name("plan.csv"), help="CSV file to append to"
-    )
-    arguments = parser.parse_args(argv)
-    if arguments.runs < 1:
-        parser.error("--runs must be at least 1")
-    common = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{machine()}, one used",
-        "python": platform.python_version(),
-        "numpy": version("numpy"),
-        "numba": version("numba"),
-        "castoff": castoff.__version__,
-    }
+    arguments = flags(argv, description=__doc__, runs=7, file="plan.csv")
+    common = made_on_one_core("numpy", "numba")
     rows: list[dict[str, object]] = []
     with one_core(), tempfile.TemporaryDirectory() as folder:
         loop = compile_loop(Path(folder))

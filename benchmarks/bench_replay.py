@@ -10,21 +10,16 @@ before. Run it on an idle machine; everything is pinned to one core.
 
 from __future__ import annotations
 
-import argparse
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 from bench_plan import TOPK, trace
-from rows import append_rows, machine, one_core
+from rows import append_rows, flags, made_on_one_core, one_core
 
-import castoff
 from castoff.lab.policies import POLICIES
 from castoff.lab.replay import Replay, replay
 from castoff.spec.model import load_model
@@ -53,22 +48,8 @@ def recorded(path: Path) -> Trace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every policy, print it, append it to the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3, help="timed runs of each row (default: %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).with_name("replay.csv"), help="CSV file to append to"
-    )
-    arguments = parser.parse_args(argv)
-    if arguments.runs < 1:
-        parser.error("--runs must be at least 1")
-    common = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{machine()}, one used",
-        "python": platform.python_version(),
-        "numpy": version("numpy"),
-        "numba": version("numba"),
-        "castoff": castoff.__version__,
-    }
+    arguments = flags(argv, description=__doc__, runs=3, file="replay.csv")
+    common = made_on_one_core("numpy", "numba")
     rows: list[dict[str, object]] = []
     with one_core(), tempfile.TemporaryDirectory() as folder:
         made = recorded(Path(folder) / "x.topk")

@@ -1,13 +1,40 @@
-"""What benchmarks share: the machine, one core of it, and rows of a CSV file."""
+"""What benchmarks share: their flags, the machine, one core of it, and rows of a CSV file."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
+
+import castoff
+
+
+def flags(argv: Sequence[str] | None, *, description: str | None, runs: int, file: str) -> argparse.Namespace:
+    """`runs`, timed runs of each row, and `output`, a file beside the benchmarks; the defaults are given."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=runs, help="timed runs of each row (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name(file), help="CSV file to append to")
+    arguments = parser.parse_args(argv)
+    if arguments.runs < 1:
+        parser.error("--runs must be at least 1")
+    return arguments
+
+
+def made_on_one_core(*packages: str) -> dict[str, object]:
+    """Date, machine and versions of a row."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{machine()}, one used",
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+        "castoff": castoff.__version__,
+    }
 
 
 @contextmanager

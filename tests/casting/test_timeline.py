@@ -12,39 +12,11 @@ from castoff.casting.price import CORES, LINKS, Price, Prices
 from castoff.casting.timeline import Span, place, schedule, spans
 from castoff.model.record import record_step
 from castoff.ops.lengths import Lengths
-from castoff.ops.program import MAIN, Abstract, Op, OpCall, Program, Recorder, Shapes
-from castoff.ops.work import Work
+from castoff.ops.program import MAIN, Abstract, Program, Recorder
 from castoff.spec.scenario import RequestClass
 from tests.casting.strategies import Case, cases, cast_step, scenario
+from tests.casting.timelines import OP, SIDE, UNITS, op, prices_of, times
 from tests.generators import ASCEND, GLM_52, device, model, setup_of
-
-SIDE = "side"
-UNITS: tuple[tuple[str, ...], ...] = ((CORES,), (LINKS,), (CORES, LINKS))
-
-
-def _shapes(*_: Abstract | None, results: int, **__: object) -> Shapes:
-    return (((1,), "bf16"),) * results
-
-
-# `seconds` and `units` are attributes, so that a test writes the price of a call where it writes the call.
-OP = Op("op", "elementwise", _shapes, lambda call: Work())
-
-
-def op(*inputs: Abstract | None, seconds: float, units: tuple[str, ...] = (CORES,), results: int = 1) -> Abstract:
-    return OP(*inputs, seconds=seconds, units=units, results=results)[0]
-
-
-def price(call: OpCall) -> Price:
-    seconds = float(call.attributes["seconds"])
-    return Price(seconds, (seconds, 0.0, 0.0, 0.0, 0.0), "assumed", call.attributes["units"])
-
-
-def prices_of(program: Program) -> Prices:
-    return {block: tuple(price(call) for call in block.calls) for block in program.blocks}
-
-
-def times(program: Program) -> list[tuple[float, float]]:
-    return [(span.start_s, span.end_s) for span in spans(program, prices_of(program))]
 
 
 class TestByHand:
@@ -416,90 +388,3 @@ def test_every_value_that_crosses_a_block_is_one_of_its_inputs() -> None:
         for call in block.calls:
             used = {value.value for value in call.inputs if value is not None}
             assert used & made_by_ops <= own, f"{block.key}: {call.op.name}"
-
-
-class TestEvents:
-    def test_an_event_orders_streams_without_a_value(self) -> None:
-        recorder = Recorder()
-
-        def body(x: Abstract) -> tuple[Abstract]:
-            op(x, seconds=2)
-            recorder.signal(("planned", 0))
-            with recorder.on_stream(SIDE):
-                recorder.wait(("planned", 0))
-                op(x, seconds=5, units=())
-                recorder.signal(("fetched", 0))
-            op(x, seconds=1)
-            recorder.wait(("fetched", 0))
-            return (op(x, seconds=1),)
-
-        recorder.block("a", "a", body, recorder.tensor(1))
-        assert times(recorder.program) == [(0, 2), (2, 7), (2, 3), (7, 8)]
-
-    def test_events_of_a_repeated_block_are_of_its_own_layers(self) -> None:
-        """A layer sends for the rows of the next, and waits for its own, which the layer before sent for."""
-        recorder = Recorder()
-
-        def body(x: Abstract, layer: int) -> tuple[Abstract]:
-            first = op(x, seconds=1)
-            recorder.signal(("began", layer))
-            with recorder.on_stream(SIDE):
-                recorder.wait(("began", layer))
-                op(x, seconds=4, units=())
-                recorder.signal(("fetched", layer + 1))
-            recorder.wait(("fetched", layer))
-            return (op(first, seconds=1),)
-
-        x = recorder.tensor(1)
-        for layer in (3, 4, 5):
-            (x,) = recorder.block("layer", f"{layer}", lambda x: body(x, layer), x, layer=layer)  # noqa: B023
-        assert len(recorder.program.blocks) == 1
-        assert times(recorder.program) == [
-            (0, 1), (1, 5), (1, 2),
-            (2, 3), (5, 9), (5, 6),
-            (6, 7), (9, 13), (9, 10),
-        ]  # fmt: skip
-        # The step ends when its side stream does.
-        assert schedule(recorder.program, prices_of(recorder.program)).end_s == 13
-
-    def test_what_never_came_up_is_not_waited_for(self) -> None:
-        recorder = Recorder()
-
-        def body(x: Abstract) -> tuple[Abstract]:
-            recorder.wait(("installed", 0))
-            return (op(x, seconds=1),)
-
-        recorder.block("a", "a", body, recorder.tensor(1))
-        with recorder.on_stream(SIDE):
-            recorder.block("b", "b", lambda x: (op(x, seconds=1),), recorder.tensor(1))
-        assert times(recorder.program) == [(0, 1), (1, 2)]
-
-    def test_a_block_that_ends_with_a_wait_is_a_fault(self) -> None:
-        recorder = Recorder()
-
-        def body(x: Abstract) -> tuple[Abstract]:
-            y = op(x, seconds=1)
-            recorder.wait(("installed", 0))
-            return (y,)
-
-        with pytest.raises(AssertionError, match="ends with waits"):
-            recorder.block("a", "a", body, recorder.tensor(1))
-
-    def test_another_stage_is_another_device(self) -> None:
-        """Its side stream and its links do not wait for those of the stage before; the step ends when all have."""
-        recorder = Recorder()
-
-        def body(x: Abstract) -> tuple[Abstract]:
-            y = op(x, seconds=1)
-            recorder.signal(("computed", 0))
-            with recorder.on_stream(SIDE):
-                recorder.wait(("computed", 0))
-                op(x, seconds=10, units=(LINKS,))
-            return (y,)
-
-        (x,) = recorder.block("a", "a", body, recorder.tensor(1))
-        recorder.next_stage()
-        recorder.block("b", "b", body, x)
-        assert times(recorder.program) == [(0, 1), (1, 11), (1, 2), (2, 12)]
-        timeline = schedule(recorder.program, prices_of(recorder.program))
-        assert (timeline.end_s, timeline.stage_s) == (12, (11, 11))
