@@ -50,7 +50,8 @@ from castoff.report.chrome_trace import chrome_trace
 from castoff.report.output import check_outputs, console, print_note, print_text, render, write_file, write_json
 from castoff.report.plain import json_text
 from castoff.report.prediction_json import prediction_json
-from castoff.report.run_text import convert_text, progress_line, run_text
+from castoff.report.progress import progress_line
+from castoff.report.run_text import convert_text, run_text
 from castoff.report.shapes_csv import shapes_csv
 from castoff.report.step import step_report
 from castoff.report.tables import step_tables

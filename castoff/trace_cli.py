@@ -12,11 +12,10 @@ from castoff.flags import Choice, JsonTarget
 from castoff.lab import replay as replaying
 from castoff.lab.profile import hit_profile
 from castoff.report.output import check_outputs, print_text, render, write_file, write_json
-from castoff.report.progress import progress_bar
+from castoff.report.progress import progress_bar, progress_line
 from castoff.report.replay_csv import replay_csv
 from castoff.report.replay_curves import replay_html, replay_svg
 from castoff.report.replay_text import replay_tables
-from castoff.report.run_text import progress_line
 from castoff.report.trace_text import trace_table, trace_text
 from castoff.spec.model import load_model
 from castoff.spec.scenario import ASSUMED_DRAFT_ACCEPTANCE

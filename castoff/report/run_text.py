@@ -1,10 +1,6 @@
-"""What a run or a conversion produced, in words; and its progress while it goes on."""
+"""What a run or a conversion produced, in words."""
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from castoff.offload.report import GroupReport, OffloadReport
 from castoff.report.units import count, gib_text, microseconds, milliseconds, percent, size_text
@@ -80,18 +76,3 @@ def convert_text(report: ConvertReport) -> str:
         f"{report.directory}: {count(report.quantized)} matrices in {report.action}, "
         f"{gib_text(report.size_bytes)} in {count(report.shards)} {files}{kept}\n"
     )
-
-
-@contextmanager
-def progress_line() -> Iterator[Callable[[str], None]]:
-    """`show_progress` for what goes on inside; what follows, a result or an error, starts on a clean line."""
-    try:
-        yield show_progress
-    finally:
-        show_progress("")
-
-
-def show_progress(text: str) -> None:
-    """One line on a terminal, overwritten by the next; nothing where standard error is no terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
