@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
+from castoff.spec.serving import ServingCost, read_serving, serving_sources
 from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_names, shown
 
 Origin = Literal["measured", "calibrated", "analytic", "assumed"]
@@ -92,6 +93,7 @@ class Backend:
     prompt_hidden_states: hidden states of the whole prompt, in bf16, that a prefill holds at once beside the
         activations of the tokens that the rank computes; 0 where the file does not say.
     host_rows: None where what the device says is taken.
+    serving: None where the file does not say how the stack serves.
     sources: each section of the file to its source.
     """
 
@@ -108,6 +110,7 @@ class Backend:
     communication_buffer_bytes: int
     prompt_hidden_states: float = 0.0
     host_rows: HostRows | None = None
+    serving: ServingCost | None = None
     sources: Mapping[str, str] = field(hash=False)
 
     def curve(self, family: str) -> Curve:
@@ -140,7 +143,7 @@ def _extended(table: Table) -> Table:
 
 
 def _read_backend(table: Table) -> Backend:
-    table.only(("name", "description", "stack", "host_s_per_step", "collectives", "host_link", "curves"))
+    table.only(("name", "description", "stack", "host_s_per_step", "collectives", "host_link", "curves", "serving"))
     stack = table.table("stack")
     held = "prompt_hidden_states"
     stack.only(
@@ -151,6 +154,7 @@ def _read_backend(table: Table) -> Backend:
     collectives = _read_collectives(table.table("collectives"))
     host_rows = _read_host_rows(table.table("host_link")) if "host_link" in table.values else None
     curves = _read_curves(table.table("curves"))
+    serving = read_serving(table.table("serving"), ORIGINS) if "serving" in table.values else None
     return Backend(
         name=table.text("name"),
         description=table.text("description"),
@@ -165,12 +169,14 @@ def _read_backend(table: Table) -> Backend:
         communication_buffer_bytes=stack.count("communication_buffer_bytes", at_least=0),
         prompt_hidden_states=stack.at_least_zero(held) if held in stack.values else 0.0,
         host_rows=host_rows,
+        serving=serving,
         sources={
             "stack": stack.text("source"),
             "host_s_per_step": host.text("source"),
             "collectives": collectives.source,
             **({} if host_rows is None else {"host_link": host_rows.source}),
             **{f"curves.{family}": curve.source for family, curve in curves.items()},
+            **({} if serving is None else serving_sources(serving)),
         },
     )
 
