@@ -37,13 +37,15 @@ class StepTimes(Protocol):
 class Rules:
     """What an instance holds and how it admits.
 
-    capacity_tokens: cache rows. request_tokens: rows' worth of memory that a request takes beside its own.
+    capacity_tokens: cache rows on the device, or, with offload, what would be if nothing else were there.
+    request_tokens: rows' worth of device memory that a request takes beside its own. host_tokens: rows in host memory.
     tokens_per_step: that a decode step adds to a request, drafts included. delay_s: from a request's arrival until it
     is in the queue.
     """
 
     capacity_tokens: int
     request_tokens: float = 0.0
+    host_tokens: float = math.inf
     chunk_tokens: int
     max_running: int
     tokens_per_step: float = 1.0
@@ -51,11 +53,14 @@ class Rules:
     mixes_prefill: bool = False
     admission: Admission
 
+    def free(self, rows: float, requests: int) -> float:
+        """Rows that may be added to so many of so many requests."""
+        return min(self.capacity_tokens - rows - self.request_tokens * requests, self.host_tokens - rows)
+
 
 def fits_alone(requests: Requests, rules: Rules) -> bool:
     """Whether the longest request fits with nothing beside it; its last step may add more tokens than it asks for."""
-    longest = requests.longest_tokens + math.ceil(rules.tokens_per_step)
-    return longest < rules.capacity_tokens - rules.request_tokens
+    return rules.free(requests.longest_tokens + math.ceil(rules.tokens_per_step), 1) > 0
 
 
 @dataclass(slots=True)
@@ -175,23 +180,24 @@ class Instance:
 
     # Memory
 
-    def used(self, steps: int = 0) -> float:
-        """Rows in use after that many more decode steps of the running requests."""
-        return self._own_rows(steps) + self._others()
+    def rows(self, steps: int = 0) -> float:
+        """Cache rows in use after that many more decode steps, those of a prompt in pieces counted whole."""
+        return self._running_rows(steps) + (self.chunked.request.rows if self.chunked else 0)
 
-    def _own_rows(self, steps: int = 0) -> float:
+    def _running_rows(self, steps: int = 0) -> float:
         count = len(self.running)
         return self._rows + self.rules.tokens_per_step * (count * (self.step + steps) - self._joined)
 
-    def _others(self) -> float:
-        """Rows of a prompt that is computed in pieces, and what requests take beside their rows."""
-        held = self.chunked.request.rows if self.chunked else 0
-        return held + self.rules.request_tokens * (len(self.running) + (self.chunked is not None))
+    def _held(self) -> int:
+        """Requests that have memory."""
+        return len(self.running) + (self.chunked is not None)
+
+    def _free(self, steps: int = 0) -> float:
+        return self.rules.free(self.rows(steps), self._held())
 
     def _has_room(self, steps: int) -> bool:
         """Whether, after that many more steps, there is memory for another one."""
-        growth = len(self.running) * self.rules.tokens_per_step
-        return self.rules.capacity_tokens - self.used(steps) >= growth
+        return self._free(steps) >= len(self.running) * self.rules.tokens_per_step
 
     def _generated(self, request: Request) -> float:
         decoded = request.steps + (self.step - request.joined if request.index in self.running else 0)
@@ -234,22 +240,21 @@ class Instance:
         budget = self.rules.chunk_tokens - (len(self.running) if mixes else 0)
         pieces: list[Piece] = []
         set_aside = self._set_aside() + (len(self.running) * self.rules.tokens_per_step if mixes else 0.0)
-        taken = self.used()
+        taken, held = self.rows(), self._held()
         if self.chunked is not None and budget > 0:
             pieces.append(self._next_piece(self.chunked, budget))
             budget -= pieces[-1].tokens
             if pieces[-1].is_last:
                 set_aside += self._to_come(self.chunked.request)
-        own = self.rules.request_tokens
         while self.waiting and budget > 0 and len(self.running) + len(pieces) < self.rules.max_running:
             request = self.waiting[0]
             rows = request.prompt + math.ceil(self._generated(request) - 1e-9)
-            if rows + own + self._to_come(request) >= self.rules.capacity_tokens - taken - set_aside:
+            if self._to_come(request) + set_aside >= self.rules.free(taken + rows, held + 1):
                 self.full = self.was_full = True
                 break
             self.waiting.popleft()
             request.rows = rows
-            taken += rows + own
+            taken, held = taken + rows, held + 1
             pieces.append(self._next_piece(Piece(request, 0, 0, False), budget))
             budget -= pieces[-1].tokens
             if pieces[-1].is_last:
@@ -276,7 +281,7 @@ class Instance:
         for piece in pieces:
             if piece.is_last:
                 self._join(piece.request)
-        self.peak = max(self.peak, self.used())
+        self.peak = max(self.peak, self.rows())
 
     def _join(self, request: Request) -> None:
         """A request whose prompt is computed decodes from now on; its pass gave a token."""
@@ -326,7 +331,7 @@ class Instance:
     def _steps_in_memory(self) -> int:
         """Steps before memory is used up, at least one."""
         growth = len(self.running) * self.rules.tokens_per_step
-        steps = max(1, int((self.rules.capacity_tokens - self.used()) / growth))
+        steps = max(1, int(self._free() / growth))
         while steps > 1 and not self._has_room(steps - 1):
             steps -= 1
         while self._has_room(steps):
@@ -346,13 +351,13 @@ class Instance:
 
     def _seconds(self, steps: int) -> float:
         count = len(self.running)
-        return self.times_of.decode_s(count, self._own_rows() / count, self.rules.tokens_per_step, steps)
+        return self.times_of.decode_s(count, self._running_rows() / count, self.rules.tokens_per_step, steps)
 
     def _advance(self, steps: int) -> None:
         """Decode steps, after which those requests end that have all their tokens."""
         self.now += self._seconds(steps)
         self.step += steps
-        self.peak = max(self.peak, self.used())
+        self.peak = max(self.peak, self.rows())
         while self.running and self._next_end() == self.step:
             self._leave(self.running[heapq.heappop(self._ends)[1]])
 
@@ -383,7 +388,7 @@ class Instance:
         sent: list[Request] = []
         while len(self.running) > (self.chunked is None):
             ahead = len(self.running) * per_step * admission.retraction_steps
-            if sent and self.rules.capacity_tokens - self.used() >= ahead:
+            if sent and self._free() >= ahead:
                 break
             victim = min(
                 self.running.values(), key=lambda request: (self._generated(request), -request.prompt, -request.index)

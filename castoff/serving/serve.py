@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,10 +31,14 @@ _PROBE_TOKENS = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Cache rows that fit over all attention-DP ranks, and rows' worth of memory that each request takes besides."""
+    """Cache rows that fit over all attention-DP ranks: on the devices, and in host memory where offload keeps them.
+
+    request_tokens: rows' worth of device memory that each request takes besides.
+    """
 
     tokens: int
     request_tokens: float
+    host_tokens: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +93,7 @@ def serve(model: ModelSpec, device: Device, scenario: Scenario, load: Load) -> S
         device=device.name,
         backend=prepared.decode.pricing.backend.name,
         num_devices=prepared.decode.setup.mesh.num_devices,
-        kv_capacity_tokens=prepared.rules.capacity_tokens,
+        kv_capacity_tokens=int(min(prepared.rules.capacity_tokens, prepared.rules.host_tokens)),
         prefill_chunk_tokens=prepared.rules.chunk_tokens,
         origin=prepared.steps.origin,
         summary=summary(served),
@@ -112,6 +117,7 @@ def prepare(model: ModelSpec, device: Device, scenario: Scenario, requests: Requ
     rules = Rules(
         capacity_tokens=capacity.tokens,
         request_tokens=capacity.request_tokens,
+        host_tokens=capacity.host_tokens,
         chunk_tokens=chunk,
         max_running=serving.max_running_requests * ranks,
         tokens_per_step=per_step,
@@ -119,8 +125,9 @@ def prepare(model: ModelSpec, device: Device, scenario: Scenario, requests: Requ
         admission=serving.admission,
     )
     if not fits_alone(requests, rules):
+        fitting = min(capacity.tokens, capacity.host_tokens)
         raise CastoffError(
-            f"a request of {requests.longest_tokens:,} tokens can never run: {capacity.tokens:,} cache rows fit on "
+            f"a request of {requests.longest_tokens:,} tokens can never run: {fitting:,.0f} cache rows fit on "
             f"{decode.setup.mesh.num_devices} x {device.name} beside weights and activations; shorten it, spread the "
             "model over more devices, or quantise the cache"
         )
@@ -166,12 +173,13 @@ def kv_capacity(decode: Deployment, prefill: Deployment, serving: ServingCost, c
             f"{serving.memory_fraction:.0%} at most are for them and caches, and activations of a pass take "
             f"{activations / 2**30:.1f} GiB; spread the model over more devices, or quantise its weights"
         )
-    rows = room / per_row
     host = _at(probed.host_kv_bytes, 3)
     per_row_host = (host[1] - host[0]) / _PROBE_TOKENS
-    if per_row_host > 0:
-        rows = min(rows, probed.host_bytes_capacity / per_row_host)
-    return Capacity(tokens=int(rows) * ranks, request_tokens=per_request / per_row + (serving.page_tokens - 1) / 2)
+    return Capacity(
+        tokens=int(room / per_row) * ranks,
+        request_tokens=per_request / per_row + (serving.page_tokens - 1) / 2,
+        host_tokens=int(probed.host_bytes_capacity / per_row_host) * ranks if per_row_host > 0 else math.inf,
+    )
 
 
 def _query(setup: Setup) -> int:

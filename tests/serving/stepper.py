@@ -76,9 +76,14 @@ def simulate(requests: Requests, times: StepTimes, rules: Rules) -> Stepped:
             asked.arrival = time
             coming.append(asked)
 
+    def held() -> list[Asked]:
+        return [*running, *([chunked] if chunked else [])]
+
     def used() -> float:
-        held = [*running, *([chunked] if chunked else [])]
-        return sum(asked.rows for asked in held) + rules.request_tokens * len(held)
+        return sum(asked.rows for asked in held())
+
+    def free(rows: float, count: int) -> float:
+        return min(rules.capacity_tokens - rules.request_tokens * count, rules.host_tokens) - rows
 
     def to_come(asked: Asked) -> float:
         return min(max(asked.output - asked.tokens, 0.0), admission.clip_tokens)
@@ -91,14 +96,14 @@ def simulate(requests: Requests, times: StepTimes, rules: Rules) -> Stepped:
             send(now)
 
     def short() -> bool:
-        return rules.capacity_tokens - used() < len(running) * growth
+        return free(used(), len(held())) < len(running) * growth
 
     def retract() -> None:
         nonlocal full, start, set_at
         sent: list[Asked] = []
         while len(running) > (chunked is None):
             wanted = len(running) * growth * admission.retraction_steps
-            if sent and rules.capacity_tokens - used() >= wanted:
+            if sent and free(used(), len(held())) >= wanted:
                 break
             victim = min(running, key=lambda asked: (asked.tokens, -asked.prompt, -asked.index))
             running.remove(victim)
@@ -143,7 +148,7 @@ def simulate(requests: Requests, times: StepTimes, rules: Rules) -> Stepped:
             budget = rules.chunk_tokens - (len(running) if mixes else 0)
             reserve = max(start - fall * (steps - set_at), admission.reserve_least)
             aside = reserve * sum(to_come(asked) for asked in running) + (len(running) * growth if mixes else 0.0)
-            taken = used()
+            taken, count = used(), len(held())
             if chunked and budget > 0:
                 tokens = min(chunked.left, budget)
                 pieces.append((chunked, tokens, chunked.done))
@@ -153,12 +158,12 @@ def simulate(requests: Requests, times: StepTimes, rules: Rules) -> Stepped:
             while waiting and budget > 0 and len(running) + len(pieces) < rules.max_running:
                 asked = waiting[0]
                 rows = asked.prompt + math.ceil(asked.tokens - 1e-9)
-                if rows + rules.request_tokens + to_come(asked) >= rules.capacity_tokens - taken - aside:
+                if to_come(asked) + aside >= free(taken + rows, count + 1):
                     full = True
                     break
                 waiting.pop(0)
                 asked.rows, asked.left, asked.done = rows, rows, 0
-                taken += rows + rules.request_tokens
+                taken, count = taken + rows, count + 1
                 tokens = min(rows, budget)
                 pieces.append((asked, tokens, 0))
                 budget -= tokens
@@ -167,16 +172,16 @@ def simulate(requests: Requests, times: StepTimes, rules: Rules) -> Stepped:
                 if asked.queued is None:
                     asked.queued = now - (asked.arrival + rules.delay_s)
         if pieces:
-            tokens = sum(count for _, count, _ in pieces)
-            context = sum(count * done for _, count, done in pieces) / tokens
+            tokens = sum(new for _, new, _ in pieces)
+            context = sum(new * done for _, new, done in pieces) / tokens
             now += times.prefill_s(tokens, context, len(pieces))
             passes += 1
             if rules.mixes_prefill and running:
                 decode()
             chunked = None
-            for asked, count, _ in pieces:
-                asked.left -= count
-                asked.done += count
+            for asked, new, _ in pieces:
+                asked.left -= new
+                asked.done += new
                 if asked.left:
                     chunked = asked
                     continue
