@@ -307,7 +307,7 @@ def _app(argv: Sequence[str]) -> App:
         # Making one takes longer than parsing.
         console=console(plain_width=120) if asks_for_help else None,
     )
-    for place in ("trace_cli:trace", "trace_cli:replay", "accuracy_cli:accuracy"):
+    for place in ("trace_cli:trace", "trace_cli:replay", "accuracy_cli:accuracy", "accuracy_cli:calibrate"):
         # Help lists what commands do, for which it must have them; else they are imported when they are called.
         found = resolve_name(f"castoff.{place}") if asks_for_help else f"castoff.{place}"
         app.command(found, name=place.partition(":")[2])

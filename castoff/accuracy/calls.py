@@ -6,7 +6,7 @@ times add up to a row's. Axes: T tokens, D hidden, I inputs, O outputs, E expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import get_args
@@ -261,7 +261,9 @@ def _recorded(body: Callable[[Recorder], object]) -> list[OpCall]:
     return [call for _, call in recorder.program.calls()]
 
 
-def _parts(call: OpCall, names: Collection[str]) -> OpCall:
+def _parts(call: OpCall, names: frozenset[str]) -> OpCall:
     """A call that does some parts of another's work."""
     parts = tuple(part for part in call.work.parts if part.name in names)
-    return OpCall(replace(call.op, work=lambda _: Work(parts)), call.inputs, call.outputs, call.attributes, call.stream)
+    kernels = tuple(kernel for kernel in call.work.kernels if names.issuperset(kernel.parts))
+    work = Work(parts, kernels=kernels)
+    return OpCall(replace(call.op, work=lambda _: work), call.inputs, call.outputs, call.attributes, call.stream)

@@ -12,11 +12,12 @@ import numpy as np
 
 from castoff.accuracy.series import KINDS, NOT_MAPPED, Exclusions, Series
 from castoff.accuracy.tables import Rows, TableFile, count_rows, find_tables, read_rows
+from castoff.casting.curves import check_fits
 from castoff.casting.price import Pricing, price_call
 from castoff.dims import Array, Dim, some
 from castoff.errors import CastoffError
 from castoff.ops.program import OpCall
-from castoff.spec.backend import Backend, CollectiveCost, Curve, load_backend
+from castoff.spec.backend import CollectiveCost, Curve, load_backend
 from castoff.spec.device import load_device, shipped_devices
 
 WORST_ROWS = 3
@@ -85,16 +86,17 @@ def ops_accuracy(
 ) -> OpsAccuracy:
     """Score the tables of a directory. backend: None takes that of each device. Raises CastoffError."""
     files = find_tables(directory)
-    own = None if backend is None else load_backend(backend)
+    if backend is not None:
+        load_backend(backend)
     scored: list[TableAccuracy] = []
     for done, file in enumerate(files):
         progress(done, len(files))
-        scored += score_file(file, own)
+        scored += score_file(file, backend)
     progress(len(files), len(files))
     return OpsAccuracy(tables=tuple(scored))
 
 
-def score_file(file: TableFile, backend: Backend | None) -> Iterator[TableAccuracy]:
+def score_file(file: TableFile, backend: str | None) -> Iterator[TableAccuracy]:
     """Score one file: a result for each of its series."""
     kind = KINDS.get(file.name)
     missing = NOT_MAPPED if kind is None else None
@@ -105,7 +107,8 @@ def score_file(file: TableFile, backend: Backend | None) -> Iterator[TableAccura
         yield _unscored(file, file.name, rows, {missing or NOT_MAPPED: rows})
         return
     device = load_device(file.system)
-    pricing = Pricing(device, backend or load_backend(device.default_backend))
+    pricing = Pricing(device, load_backend(backend or device.default_backend, device.name))
+    check_fits(pricing.backend)
     for series in kind.series(file, read_rows(file, kind.words, kind.numbers)):
         yield score_series(file, series, pricing)
 
@@ -116,7 +119,7 @@ def score_series(file: TableFile, series: Series, pricing: Pricing) -> TableAccu
     predicted_s, roofline_s = np.full(len(kept), np.nan), np.full(len(kept), np.nan)
     peak = roofline(pricing)
     for site in kept.sites(series.sites):
-        recorded, problem = _recorded(series, kept.where(site), pricing)
+        recorded, problem = recorded_site(series, kept.where(site), pricing)
         if problem is not None:
             excluded[problem] = excluded.get(problem, 0) + len(site)
             continue
@@ -156,7 +159,7 @@ def roofline(pricing: Pricing) -> Pricing:
     return replace(
         pricing,
         device=replace(pricing.device, tiers=tiers),
-        backend=replace(pricing.backend, curves={"default": one}, collectives=links),
+        backend=replace(pricing.backend, curves={"default": one}, collectives=links, fits={}),
     )
 
 
@@ -167,7 +170,7 @@ def _seconds(recorded: Sequence[OpCall], pricing: Pricing) -> Dim:
     return total
 
 
-def _recorded(series: Series, site: Rows, pricing: Pricing) -> tuple[Sequence[OpCall], str | None]:
+def recorded_site(series: Series, site: Rows, pricing: Pricing) -> tuple[Sequence[OpCall], str | None]:
     """The calls of a site, and why they cannot be priced."""
     try:
         recorded = series.formula(site, pricing)

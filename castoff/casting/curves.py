@@ -1,24 +1,32 @@
 """Cost curves: the work of an op to seconds on each kind of unit, by the curve that a backend has for its family.
 
-A curve kind is a function here, its row in `_KINDS`, and its fields in `castoff.spec.backend`.
+A curve kind is a function here, its row in `_KINDS`, and its fields in `castoff.spec.backend`. What a backend has
+fitted to measurements, kernel by kernel, goes before its curves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from castoff.dims import Dim, some
-from castoff.ops.work import Part, Work
-from castoff.spec.backend import Curve
+import numpy as np
+
+from castoff.casting.forms.form import Times, log_factor
+from castoff.casting.forms.table import FORMS
+from castoff.dims import Array, Dim, some
+from castoff.errors import CastoffError
+from castoff.ops.work import Kernel, Part
+from castoff.spec.backend import Backend, Curve
 from castoff.spec.device import Device
+from castoff.spec.fits import Fit
 
 Terms = tuple[Dim, Dim, Dim]
 """Seconds of (compute, vector, memory), each as if it had the op to itself."""
 
 
-def work_terms(work: Work, curve: Curve, device: Device) -> Terms:
-    """Terms of a whole op, without its launch and its communication."""
-    return _KINDS[curve.kind](work.parts, curve, device)
+def parts_terms(parts: Sequence[Part], curve: Curve, device: Device) -> Terms:
+    """Terms of parts that are one kernel, without its launch and its communication."""
+    return _KINDS[curve.kind](parts, curve, device)
 
 
 def part_terms(part: Part, curve: Curve, device: Device) -> Terms:
@@ -44,6 +52,53 @@ def _roofline(parts: Sequence[Part], curve: Curve, device: Device) -> Terms:
         if some(part.gather_bytes):
             memory = memory + part.gather_bytes / (bandwidth * curve.gather_efficiency)
     return compute, vector, memory
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTimes:
+    """times: of a kernel. inside: whether all of its sizes are within the ranges that were fitted."""
+
+    times: Times
+    inside: bool | Array
+
+
+def fitted_times(kernel: Kernel, fit: Fit, device: Device) -> FittedTimes:
+    """Time of a kernel by a fit: the form's, times what measurements were off it at the nearest sizes fitted."""
+    form = FORMS[fit.form]
+    times = form.times(kernel.sizes, fit.coefficients, device)
+    inside: bool | Array = True
+    for name, (least, most) in fit.ranges.items():
+        size = kernel.sizes[name]
+        inside = inside & (size >= least) & (size <= most)
+    if fit.correction is None and not fit.features:
+        return FittedTimes(times, inside)
+    logarithm: Dim = 0.0
+    if fit.correction is not None:
+        logarithm = log_factor(fit.correction, form.axes(kernel.sizes))
+    if fit.features:
+        terms = form.features(kernel.sizes, device)
+        for name, factor in fit.features.items():
+            logarithm = logarithm + factor * terms[name]
+    scale = np.exp(logarithm)
+    scaled = Times(times.seconds * scale, times.compute_s * scale, times.memory_s * scale, times.launch_s)
+    return FittedTimes(scaled, inside)
+
+
+def check_fits(backend: Backend) -> None:
+    """Raise CastoffError for a fit of a form that castoff does not have, or with other coefficients than the form's."""
+    for kernel, fit in backend.fits.items():
+        where = f"backend {backend.name}: fits.{kernel}"
+        if fit.form not in FORMS:
+            raise CastoffError(f"{where}.form must be one of {', '.join(FORMS)}, got {fit.form}")
+        form = FORMS[fit.form]
+        if fit.coefficients.keys() != form.start.keys():
+            given, wanted = ", ".join(fit.coefficients), ", ".join(form.start)
+            raise CastoffError(f"{where}.coefficients must be {wanted}, got {given}")
+        unknown = [name for name in fit.ranges if name not in form.sizes]
+        if unknown:
+            raise CastoffError(
+                f"{where}.ranges: the sizes of {fit.form} are {', '.join(form.sizes)}, got {', '.join(unknown)}"
+            )
 
 
 _KINDS: Mapping[str, Callable[[Sequence[Part], Curve, Device], Terms]] = {"roofline": _roofline}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from castoff.casting.curves import check_fits
 from castoff.casting.hits import Pool, check_hits, pool_of
 from castoff.casting.price import Measured, Pricing
 from castoff.model.setup import Setup, resolve_setup
@@ -29,7 +30,8 @@ def resolve(model: ModelSpec, device: Device, scenario: Scenario, *, measured: M
 
     Raises CastoffError with the reason where it cannot run.
     """
-    backend = load_backend(device.default_backend if scenario.backend is None else scenario.backend)
+    backend = load_backend(device.default_backend if scenario.backend is None else scenario.backend, device.name)
+    check_fits(backend)
     setup = resolve_setup(model, device, backend, scenario, scenario.workload.mode)
     check_hits(setup, scenario)
     reads_pools = scenario.offload.offloads and setup.mode == "decode"

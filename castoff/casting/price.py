@@ -9,13 +9,14 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from castoff.casting.collective import collective_s
-from castoff.casting.curves import work_terms
+from castoff.casting.collective import collective_s, levels_of
+from castoff.casting.curves import fitted_times, parts_terms
 from castoff.dims import Array, Dim, maximum, some, where
 from castoff.ops.program import Block, OpCall, Program
-from castoff.ops.work import Work
+from castoff.ops.work import Kernel, Work, without_kernels
 from castoff.spec.backend import Backend, Origin, weakest
 from castoff.spec.device import Device
+from castoff.spec.fits import Fit
 
 Bound = Literal["compute", "vector", "memory", "communication", "host_link", "launch"]
 BOUNDS: tuple[Bound, ...] = get_args(Bound)
@@ -28,13 +29,15 @@ class Price:
     """Time of one call.
 
     seconds: launch and the longest of the other terms; where the cores read the host, that comes on top. terms: seconds
-    of each of BOUNDS on its own. units: what the call occupies meanwhile.
+    of each of BOUNDS on its own. units: what the call occupies meanwhile. extrapolated: whether sizes lie beyond those
+    that a fit was made from.
     """
 
     seconds: Dim
     terms: tuple[Dim, ...]
     origin: Origin
     units: tuple[str, ...] = (CORES,)
+    extrapolated: bool | Array = False
 
     @property
     def bound(self) -> int | Array:
@@ -103,12 +106,47 @@ def _dim_text(dim: Dim) -> str:
 
 
 def price_call(call: OpCall, pricing: Pricing) -> Price:
-    """Time of one call: a measured one where there is one, else the backend's curve for its family."""
-    work = call.work
+    """Time of one call: a measured one where there is one, else that of its kernels, one after the other.
+
+    A kernel that the backend has a fit for costs what the fit says; all other parts are one by the family's curve.
+    """
+    work, fits = call.work, pricing.backend.fits
+    fitted = [kernel for kernel in work.kernels if kernel.curve in fits and _is_covered(kernel, work, pricing)]
+    rest = without_kernels(work, fitted) if fitted else work
+    prices = [_fitted_price(kernel, fits[kernel.curve], pricing.device) for kernel in fitted]
+    if rest.parts or rest.collectives or not prices:
+        prices.append(_curve_price(call.family, rest, pricing))
+    price = _one_after_the_other(prices, _units(work))
+    if pricing.measured is not None and is_measurable(call):
+        known = pricing.measured.seconds.get(call_key(call))
+        if known is not None:
+            return Price(known, price.terms, "measured", price.units)
+    return price
+
+
+def _is_covered(kernel: Kernel, work: Work, pricing: Pricing) -> bool:
+    """Whether a fit can be asked: collectives are measured on the links of one tier alone."""
+    return bool(kernel.parts) or all(
+        len(levels_of(collective.group, pricing.device.tiers)) == 1 for collective in work.collectives
+    )
+
+
+def _fitted_price(kernel: Kernel, fit: Fit, device: Device) -> Price:
+    result = fitted_times(kernel, fit, device)
+    times, inside = result.times, result.inside
+    terms: tuple[Dim, ...] = (times.compute_s, 0.0, times.memory_s, 0.0, 0.0, times.launch_s)
+    if not kernel.parts:
+        terms = (0.0, 0.0, 0.0, times.seconds - times.launch_s, 0.0, times.launch_s)
+    extrapolated = ~inside if isinstance(inside, np.ndarray) else not inside
+    return Price(times.seconds, terms, "analytic" if np.any(extrapolated) else "calibrated", (), extrapolated)
+
+
+def _curve_price(family: str, work: Work, pricing: Pricing) -> Price:
+    """All of the work as one kernel, by the family's curve."""
     backend = pricing.backend
     pure_collective = not work.parts
-    curve = None if pure_collective else backend.curve(call.family)
-    terms = (0.0, 0.0, 0.0) if curve is None else work_terms(work, curve, pricing.device)
+    curve = None if pure_collective else backend.curve(family)
+    terms = (0.0, 0.0, 0.0) if curve is None else parts_terms(work.parts, curve, pricing.device)
     host_link = host_link_s(work, pricing)
     communication: Dim = 0.0
     for collective in work.collectives:
@@ -120,16 +158,22 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     if some(host_link):
         rows = backend.host_rows
         origins.append(_LINK_ORIGINS[pricing.device.host_link.origin] if rows is None else rows.origin)
-    every = (*terms, communication, host_link, launch)
-    units = _units(work)
-    if pricing.measured is not None and is_measurable(call):
-        known = pricing.measured.seconds.get(call_key(call))
-        if known is not None:
-            return Price(known, every, "measured", units)
     longest = maximum(maximum(terms[0], terms[1]), maximum(terms[2], communication))
     # A kernel whose cores fetch rows from here and there does one after the other; a copy engine streams.
     busy = longest + host_link if work.holds_cores else maximum(longest, host_link)
-    return Price(launch + busy, every, weakest(origins), units)
+    return Price(launch + busy, (*terms, communication, host_link, launch), weakest(origins))
+
+
+def _one_after_the_other(prices: Sequence[Price], units: tuple[str, ...]) -> Price:
+    first = prices[0]
+    if len(prices) == 1:
+        return replace(first, units=units)
+    seconds, terms, extrapolated = first.seconds, first.terms, first.extrapolated
+    for price in prices[1:]:
+        seconds = seconds + price.seconds
+        terms = tuple(a + b for a, b in zip(terms, price.terms, strict=True))
+        extrapolated = extrapolated | price.extrapolated
+    return Price(seconds, terms, weakest(price.origin for price in prices), units, extrapolated)
 
 
 def host_link_s(work: Work, pricing: Pricing) -> Dim:

@@ -13,7 +13,7 @@ import lazy_loader as lazy
 from castoff.dims import Dim
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor, dtype_name
 from castoff.ops.quantization import quantize_activations, quantized_product
-from castoff.ops.work import DTYPE_BYTES, Part, Work
+from castoff.ops.work import DTYPE_BYTES, Kernel, Part, Work
 from castoff.spec.quant import LinearFormat
 
 torch = lazy.load("torch")
@@ -50,6 +50,11 @@ class Weight:
     def quantize_operations(self) -> int:
         """Vector operations to quantise one value of the input."""
         return self.format.quantize_operations if self.format is not None else 0
+
+    @property
+    def format_name(self) -> str:
+        """What kernels that multiply it are called after."""
+        return dtype_name(self.values) if self.format is None or self.is_plain else self.format.name
 
     @property
     def matrix_dtype(self) -> str:
@@ -138,8 +143,13 @@ def _linear_quant_work(call: OpCall) -> Work:
 
 
 def _product_work(call: OpCall, x_scales: Abstract | None, weight: Weight) -> Work:
+    x_TI, out_features = call.tensor(0), weight.values.shape[0]
     out_bytes = DTYPE_BYTES[call.outputs[0].dtype]
-    return Work((product_part("matmul", call.tensor(0), x_scales, weight, weight.values.shape[0], out_bytes),))
+    sizes = {"m": x_TI.elements / x_TI.shape[-1], "n": out_features, "k": x_TI.shape[-1]}
+    return Work(
+        (product_part("matmul", x_TI, x_scales, weight, out_features, out_bytes),),
+        kernels=(Kernel(f"matmul_{weight.format_name}", ("matmul",), sizes),),
+    )
 
 
 def _linear_quant_reference(

@@ -6,7 +6,8 @@ FLOPs count a multiply-add as two. Bytes are device-memory traffic that the op c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from castoff.dims import Dim
@@ -62,12 +63,29 @@ class Collective:
     group: Group
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """Some of an op's work as a stack without fused ops launches it: what a curve fitted to measurements prices.
+
+    curve: the name under which a backend may have a fit for it. parts: names of the parts that it does; none where it
+    does the collective. sizes: the numbers that decide its time, by the names that the fit's form asks for.
+    """
+
+    curve: str
+    parts: tuple[str, ...]
+    sizes: Mapping[str, Dim]
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
-    """All that one op call does. holds_cores: False for copies, done by engines or few cores beside a computation."""
+    """All that one op call does. holds_cores: False for copies, done by engines or few cores beside a computation.
+
+    kernels: shares of the parts that a backend may have fits for; it prices the others as one kernel.
+    """
 
     parts: tuple[Part, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
     workspace_bytes: Dim = 0
     holds_cores: bool = True
 
@@ -86,3 +104,15 @@ class Work:
         for part in self.parts:
             total = total + part.bytes + part.gather_bytes
         return total
+
+
+def without_kernels(work: Work, kernels: Iterable[Kernel]) -> Work:
+    """What is left of the work beside these kernels."""
+    done = list(kernels)
+    names = {name for kernel in done for name in kernel.parts}
+    return replace(
+        work,
+        parts=tuple(part for part in work.parts if part.name not in names),
+        collectives=() if any(not kernel.parts for kernel in done) else work.collectives,
+        kernels=tuple(kernel for kernel in work.kernels if kernel not in done),
+    )

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from rich.table import Table
 
+from castoff.accuracy.calibrate import Calibration
 from castoff.accuracy.ops import BUCKET_EDGES_S, OpsAccuracy, TableAccuracy
 from castoff.report.grid import table
 from castoff.report.units import count, microseconds, percent
@@ -14,6 +15,16 @@ from castoff.report.units import count, microseconds, percent
 def accuracy_tables(result: OpsAccuracy) -> list[Table]:
     """What `castoff accuracy ops` shows: errors, errors by measured time, the worst row of each, what is left out."""
     return [made for made in (_errors(result), _by_time(result), _worst(result), _excluded(result)) if made.row_count]
+
+
+def calibration_table(result: Calibration) -> Table:
+    """What `castoff calibrate` shows: each fit, its rows and sites, and how far off were sites that it left out."""
+    columns = ("fit", "kernels", "rows", "sites", "median", "p90")
+    made = table(f"{result.backend} on {result.device}: errors on sites left out of the fit", columns, left=2)
+    for stage in result.stages:
+        errors = percent(stage.median_abs_error), percent(stage.p90_abs_error)
+        made.add_row(stage.name, ", ".join(stage.curves), count(stage.rows), count(stage.sites), *errors)
+    return made
 
 
 def _errors(result: OpsAccuracy) -> Table:

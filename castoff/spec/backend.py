@@ -1,15 +1,17 @@
 """How a serving stack drives a device: launch costs, efficiencies per op family, fusions, read from one TOML file.
 
 In the file, `[curves.default]` is complete; `[curves.<family>]` gives what differs, with its own origin and source. A
-file with `extends` has all else from another backend, section by section and curve by curve.
+file with `extends` has all else from another backend, section by section and curve by curve. `[fits.<kernel>]` are
+fitted to measurements on one device, which the file names as `device`; a shipped backend's lie in a file per device.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
+from castoff.spec.fits import Fit, read_fit
 from castoff.spec.serving import ServingCost, read_serving, serving_sources
-from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_names, shown
+from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_fits, shipped_names
 
 Origin = Literal["measured", "calibrated", "analytic", "assumed"]
 Family = Literal[
@@ -38,6 +40,7 @@ ORIGINS: tuple[Origin, ...] = get_args(Origin)
 FAMILIES: tuple[Family, ...] = get_args(Family)
 FUSIONS: frozenset[str] = frozenset(get_args(Fusion))
 MODES: tuple[Mode, ...] = get_args(Mode)
+MOST_LAYERS = 5
 
 
 def weakest(origins: Iterable[Origin]) -> Origin:
@@ -93,6 +96,7 @@ class Backend:
     prompt_hidden_states: hidden states of the whole prompt, in bf16, that a prefill holds at once beside the
         activations of the tokens that the rank computes; 0 where the file does not say.
     host_rows: None where what the device says is taken.
+    fits: kernels that are fitted to measurements, by their names; they go before curves.
     serving: None where the file does not say how the stack serves.
     sources: each section of the file to its source.
     """
@@ -110,6 +114,7 @@ class Backend:
     communication_buffer_bytes: int
     prompt_hidden_states: float = 0.0
     host_rows: HostRows | None = None
+    fits: Mapping[str, Fit] = field(default_factory=dict, hash=False)
     serving: ServingCost | None = None
     sources: Mapping[str, str] = field(hash=False)
 
@@ -118,32 +123,54 @@ class Backend:
         return self.curves.get(family, self.curves["default"])
 
 
-def load_backend(name_or_path: str) -> Backend:
-    """A shipped backend by its exact name, or a backend file by its path; raises `CastoffError`."""
-    return _read_backend(_extended(read_toml(find_toml("backend", name_or_path))))
+def load_backend(name_or_path: str, device: str | None = None) -> Backend:
+    """A shipped backend by its exact name, or a backend file by its path; raises `CastoffError`.
+
+    device: by name, the one whose fits are wanted; without it there are none. A file that was fitted on one device is
+    refused on another.
+    """
+    return _read_backend(_stacked(_layers(name_or_path, device)))
+
+
+def _layers(name_or_path: str, device: str | None, depth: int = 1) -> list[Table]:
+    """A backend's file after those that it extends, each followed by the fits that are shipped for it."""
+    table = read_toml(find_toml("backend", name_or_path))
+    below = []
+    if "extends" in table.values:
+        if depth == MOST_LAYERS:
+            raise table.fault("extends", f"leads through more than {MOST_LAYERS} files")
+        below = _layers(table.text("extends"), device, depth + 1)
+    fitted_on = table.text("device") if "device" in table.values else None
+    if fitted_on is not None and device not in (None, fitted_on):
+        raise table.fault("device", f"is {fitted_on}: its fits do not hold on {device}")
+    shipped = None if device is None else shipped_fits(name_or_path, device)
+    if shipped is None:
+        return [*below, table]
+    return [*below, table, Table(file=str(shipped), values={"fits": read_toml(shipped).values["fits"]})]
 
 
 def shipped_backends() -> tuple[str, ...]:
     return shipped_names("backend")
 
 
-def _extended(table: Table) -> Table:
-    """A file's sections, and those of the backend that it extends, which extends no other."""
-    if "extends" not in table.values:
-        return table
-    base = read_toml(find_toml("backend", table.text("extends")))
-    if "extends" in base.values:
-        raise table.fault("extends", f"must name a backend that stands by itself, got {shown(table.values['extends'])}")
-    own = {key: value for key, value in table.values.items() if key != "extends"}
-    curves = [values.get("curves", {}) for values in (base.values, own)]
-    if not all(isinstance(each, dict) for each in curves):
-        raise table.fault("curves", "must be a table")
-    merged = {name: curve for each in curves if isinstance(each, dict) for name, curve in each.items()}
-    return Table(file=table.file, values={**base.values, **own, "curves": merged})
+def _stacked(layers: Sequence[Table]) -> Table:
+    """Sections of several files, of which later ones replace earlier ones; curves and fits one by one."""
+    merged: dict[str, object] = {}
+    for layer in layers:
+        for key, value in layer.values.items():
+            if key in ("curves", "fits"):
+                known = merged.get(key, {})
+                assert isinstance(known, dict)
+                merged[key] = {**known, **layer.table(key).values}
+            elif key not in ("extends", "device"):
+                merged[key] = value
+    return Table(file=next(layer.file for layer in reversed(layers) if "name" in layer.values), values=merged)
 
 
 def _read_backend(table: Table) -> Backend:
-    table.only(("name", "description", "stack", "host_s_per_step", "collectives", "host_link", "curves", "serving"))
+    table.only(
+        ("name", "description", "stack", "host_s_per_step", "collectives", "host_link", "curves", "fits", "serving")
+    )
     stack = table.table("stack")
     held = "prompt_hidden_states"
     stack.only(
@@ -154,6 +181,7 @@ def _read_backend(table: Table) -> Backend:
     collectives = _read_collectives(table.table("collectives"))
     host_rows = _read_host_rows(table.table("host_link")) if "host_link" in table.values else None
     curves = _read_curves(table.table("curves"))
+    fits = _read_fits(table.table("fits")) if "fits" in table.values else {}
     serving = read_serving(table.table("serving"), ORIGINS) if "serving" in table.values else None
     return Backend(
         name=table.text("name"),
@@ -169,6 +197,7 @@ def _read_backend(table: Table) -> Backend:
         communication_buffer_bytes=stack.count("communication_buffer_bytes", at_least=0),
         prompt_hidden_states=stack.at_least_zero(held) if held in stack.values else 0.0,
         host_rows=host_rows,
+        fits=fits,
         serving=serving,
         sources={
             "stack": stack.text("source"),
@@ -176,6 +205,7 @@ def _read_backend(table: Table) -> Backend:
             "collectives": collectives.source,
             **({} if host_rows is None else {"host_link": host_rows.source}),
             **{f"curves.{family}": curve.source for family, curve in curves.items()},
+            **{f"fits.{kernel}": fit.source for kernel, fit in fits.items()},
             **({} if serving is None else serving_sources(serving)),
         },
     )
@@ -212,6 +242,10 @@ def _read_curves(table: Table) -> dict[str, Curve]:
             own.text("source")
             curves[family] = _read_curve(own.over(default))
     return curves
+
+
+def _read_fits(table: Table) -> dict[str, Fit]:
+    return {kernel: read_fit(table.table(kernel)) for kernel in table.values}
 
 
 def _read_curve(table: Table) -> Curve:

@@ -63,6 +63,7 @@ class HostLink:
 class Device:
     """One accelerator and what surrounds it; `matrix_flops_per_s` lists the dtypes its matrix units compute in.
 
+    num_cores: what a kernel's blocks are dealt to (streaming multiprocessors, AI cores); None where nothing asks.
     Peaks are dense. Integer peaks are operations per second. `sources` maps each section of the file to its source.
     """
 
@@ -75,6 +76,7 @@ class Device:
     memory: DeviceMemory
     tiers: tuple[LinkTier, ...]
     host_link: HostLink
+    num_cores: int | None = None
     sources: Mapping[str, str] = field(hash=False)
 
     @property
@@ -120,6 +122,7 @@ def _read_device(table: Table) -> Device:
         memory=memory,
         tiers=tiers,
         host_link=host_link,
+        num_cores=table.count("num_cores") if "num_cores" in table.values else None,
         sources={
             "matrix_flops_per_s": matrix.text("source"),
             "vector_flops_per_s": vector.text("source"),

@@ -45,6 +45,11 @@ class LinearFormat:
         return self.activation_dtype != "bf16"
 
     @property
+    def name(self) -> str:
+        """What kernels that multiply in it are called: one dtype with scales per block, or those of both operands."""
+        return "fp8_block" if self.action == "FP8" else f"{self.weight_dtype}_{self.activation_dtype}"
+
+    @property
     def has_scales(self) -> bool:
         """Whether weights have scales beside their values."""
         return self.action != "DISABLED"

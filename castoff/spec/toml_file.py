@@ -53,6 +53,16 @@ class Table:
             raise self.fault(key, f"must be from {least:g} to 1e+30, got {value:g}")
         return value
 
+    def number(self, key: str) -> float:
+        return self._number(key, "a number", lambda value: abs(value) <= 1e30)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        value = self._value(key)
+        if not isinstance(value, list):
+            raise self.fault(key, f"must be a list of numbers, got {shown(value)}")
+        each = Table(file=self.file, name=self._dotted(key), values={str(i): item for i, item in enumerate(value)})
+        return tuple(each.number(place) for place in each.values)
+
     def fraction(self, key: str) -> float:
         return self._number(key, "a fraction greater than 0 and at most 1", lambda value: 0 < value <= 1)
 
@@ -175,6 +185,12 @@ def find_toml(kind: Literal["device", "backend"], name_or_path: str) -> Path:
         f"unknown {kind} {name_or_path!r}{did_you_mean(name_or_path, names)}; known: {', '.join(names)}{listing}; "
         f"a path to a .toml file works too"
     )
+
+
+def shipped_fits(backend: str, device: str) -> Path | None:
+    """The file of fits that comes with castoff for a backend on a device; None where there is none."""
+    path = _DATA / "fits" / backend / f"{device}.toml"
+    return path if path.is_file() else None
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:

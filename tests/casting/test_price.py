@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from castoff import cast
 from castoff.casting.collective import collective_s
-from castoff.casting.curves import part_terms, work_terms
+from castoff.casting.curves import part_terms, parts_terms
 from castoff.casting.price import (
     BOUNDS,
     CORES,
@@ -135,7 +135,7 @@ class TestRoofline:
     def test_parts_add_up_term_by_term(self) -> None:
         # One part is bound by compute, one by memory: they overlap inside the kernel, so the sums compete.
         a, b = Part("a", 2e9, "bf16", bytes=8e6), Part("b", 2e8, "bf16", bytes=8e5)
-        assert work_terms(Work((a, b)), MATMUL, TOY) == pytest.approx((2.2e9 / 2e12, 0, 8.8e6 / 8e9))
+        assert parts_terms((a, b), MATMUL, TOY) == pytest.approx((2.2e9 / 2e12, 0, 8.8e6 / 8e9))
         price = priced(Work((a, b)))
         assert price.terms[:3] == pytest.approx((2.2e9 / 2e12, 0, 8.8e6 / 8e9))
         assert price.seconds == pytest.approx(5e-6 + 1.1e-3)

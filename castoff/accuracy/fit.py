@@ -1,0 +1,332 @@
+"""Fitting the kernels of a backend to measured times of the calls that they are part of.
+
+A row's time is the sum of its calls' times. Coefficients are found by robust Gauss-Newton steps on the logarithms of
+times and coefficients; what is left goes, by robust ridge regression, to a grid of log-factors. Axes: N rows,
+P coefficients, B grid points and features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from castoff.casting.forms.form import Form, corner_weights
+from castoff.casting.forms.table import FORMS
+from castoff.dims import Array, Dim
+from castoff.spec.device import Device
+from castoff.spec.fits import Correction, Fit
+
+LEAST_SECONDS = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One kernel of every row: its curve, and an array per size."""
+
+    curve: str
+    sizes: Mapping[str, Array]
+
+    def where(self, chosen: Array) -> Slot:
+        return Slot(self.curve, {name: values[chosen] for name, values in self.sizes.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Rows made of the same kernels. fixed_s: seconds of all that is not fitted. sites: a code of each row's site."""
+
+    slots: tuple[Slot, ...]
+    fixed_s: Array
+    measured_s: Array
+    sites: Array
+
+    def __len__(self) -> int:
+        return len(self.measured_s)
+
+    def where(self, chosen: Array) -> Samples:
+        slots = tuple(slot.where(chosen) for slot in self.slots)
+        return Samples(slots, self.fixed_s[chosen], self.measured_s[chosen], self.sites[chosen])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How one curve is fitted.
+
+    knots: of its correction, by axis of the form; none fits no correction. start: coefficients that start elsewhere
+    than the form's. held: coefficients that stay at their start.
+    """
+
+    form: str
+    knots: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    features: bool = False
+    start: Mapping[str, float] = field(default_factory=dict)
+    held: frozenset[str] = frozenset()
+
+    @property
+    def formula(self) -> Form:
+        return FORMS[self.form]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Robustness:
+    """huber: errors beyond this many log units count less. prior: pull of each coefficient to its start, per row.
+    ridge: pull of the correction to none, per row."""
+
+    huber: float = 0.05
+    prior: float = 1e-6
+    ridge: float = 1e-3
+    correction_huber: float = 0.03
+    most_rows: int = 6000
+    steps: int = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """What was found for one curve."""
+
+    coefficients: Mapping[str, float]
+    correction: Correction | None = None
+    features: Mapping[str, float] = field(default_factory=dict)
+
+
+Model = Mapping[str, Fitted]
+
+
+def predict(groups: Sequence[Samples], model: Model, recipes: Mapping[str, Recipe], device: Device) -> list[Array]:
+    """Seconds of every row."""
+    return [_total(group, model, recipes, device) for group in groups]
+
+
+def _total(group: Samples, model: Model, recipes: Mapping[str, Recipe], device: Device) -> Array:
+    total = group.fixed_s
+    for slot in group.slots:
+        total = total + _slot_s(slot, model[slot.curve], recipes[slot.curve], device)
+    return total
+
+
+def _slot_s(slot: Slot, fitted: Fitted, recipe: Recipe, device: Device) -> Dim:
+    form = recipe.formula
+    seconds = form.times(slot.sizes, fitted.coefficients, device).seconds
+    if fitted.correction is None and not fitted.features:
+        return seconds
+    logarithm_N: Array = _design(slot, recipe, device) @ _factors(fitted)
+    return seconds * np.exp(logarithm_N)
+
+
+def _factors(fitted: Fitted) -> Array:
+    grid = np.zeros(0) if fitted.correction is None else fitted.correction.values.ravel()
+    return np.concatenate([grid, np.array(list(fitted.features.values()))])
+
+
+def fit(groups: Sequence[Samples], recipes: Mapping[str, Recipe], device: Device, how: Robustness) -> Model:
+    """Coefficients of every recipe's curve, then the corrections that some ask for."""
+    model = _fit_coefficients([_thinned(group, how, len(groups)) for group in groups], recipes, device, how)
+    for curve, recipe in recipes.items():
+        if recipe.knots or recipe.features:
+            model = {**model, curve: _fit_correction(curve, groups, model, recipes, device, how)}
+    return model
+
+
+def _thinned(group: Samples, how: Robustness, groups: int) -> Samples:
+    most = how.most_rows // groups
+    if len(group) <= most:
+        return group
+    return group.where(np.random.default_rng(1).choice(len(group), most, replace=False))
+
+
+def _fit_coefficients(
+    groups: Sequence[Samples], recipes: Mapping[str, Recipe], device: Device, how: Robustness
+) -> dict[str, Fitted]:
+    names = [(curve, name) for curve, recipe in recipes.items() for name in recipe.formula.start]
+    start = {(curve, name): recipes[curve].start.get(name, recipes[curve].formula.start[name]) for curve, name in names}
+    free = [key for key in names if key[1] not in recipes[key[0]].held]
+    measured_N = np.log(np.concatenate([group.measured_s for group in groups]))
+
+    def model_of(logs_P: Array) -> dict[str, Fitted]:
+        values = {**start, **dict(zip(free, np.exp(logs_P).tolist(), strict=True))}
+        return {
+            curve: Fitted(coefficients={name: values[curve, name] for name in recipe.formula.start})
+            for curve, recipe in recipes.items()
+        }
+
+    def residual(logs_P: Array) -> Array:
+        model = model_of(logs_P)
+        predicted = np.concatenate([_total(group, model, recipes, device) for group in groups])
+        error_N: Array = np.log(np.maximum(predicted, LEAST_SECONDS)) - measured_N
+        return error_N
+
+    return model_of(gauss_newton(residual, np.log([start[key] for key in free]), how))
+
+
+def gauss_newton(residual: Callable[[Array], Array], start_P: Array, how: Robustness) -> Array:
+    """Arguments with the least robust sum of squares: Levenberg-Marquardt steps with Huber's weights."""
+    at_P: Array = start_P.copy()
+    damping = 1e-2
+    prior = how.prior * len(residual(start_P))
+
+    def cost(error_N: Array, place_P: Array) -> float:
+        size = abs(error_N)
+        robust = np.where(size <= how.huber, 0.5 * error_N**2, how.huber * (size - 0.5 * how.huber))
+        return float(robust.sum() + 0.5 * prior * ((place_P - start_P) ** 2).sum())
+
+    error_N = residual(at_P)
+    least = cost(error_N, at_P)
+    for _ in range(how.steps):
+        jacobian_NP = np.stack([(residual(at_P + step) - error_N) / 1e-4 for step in 1e-4 * np.eye(len(at_P))], axis=1)
+        weights_N = how.huber / np.maximum(abs(error_N), how.huber)
+        normal = jacobian_NP.T @ (jacobian_NP * weights_N[:, None]) + prior * np.eye(len(at_P))
+        slope = jacobian_NP.T @ (weights_N * error_N) + prior * (at_P - start_P)
+        for _ in range(8):
+            damped = normal + damping * np.diag(np.diag(normal) + 1e-9)
+            step_P = np.clip(-np.linalg.solve(damped, slope), -1.5, 1.5)
+            next_N = residual(at_P + step_P)
+            next_cost = cost(next_N, at_P + step_P)
+            if next_cost < least:
+                break
+            damping *= 4
+        else:
+            return at_P
+        gain = (least - next_cost) / least
+        at_P, error_N, least, damping = at_P + step_P, next_N, next_cost, max(damping / 5, 1e-7)
+        if gain < 1e-5:
+            break
+    return at_P
+
+
+def _fit_correction(
+    curve: str, groups: Sequence[Samples], model: Model, recipes: Mapping[str, Recipe], device: Device, how: Robustness
+) -> Fitted:
+    """Log-factors of one curve that explain what the model leaves, as far as the curve is part of a row's time."""
+    recipe = recipes[curve]
+    designs, targets, shares = [], [], []
+    for group in groups:
+        own = [slot for slot in group.slots if slot.curve == curve]
+        if not own:
+            continue
+        total_N = _total(group, model, recipes, device)
+        own_N = sum(_slot_s(slot, model[curve], recipe, device) for slot in own)
+        share_N = own_N / total_N
+        designs.append(_design(own[0], recipe, device))
+        targets.append(np.log(group.measured_s / total_N) / share_N)
+        shares.append(share_N)
+    design_NB, target_N, share_N = np.concatenate(designs), np.concatenate(targets), np.concatenate(shares)
+    factors_B = _ridge(design_NB, target_N, share_N**2, how)
+    shape = tuple(len(places) for places in recipe.knots.values())
+    size = int(np.prod(shape)) if recipe.knots else 0
+    names = _feature_names(recipe, groups, curve, device)
+    return Fitted(
+        coefficients=model[curve].coefficients,
+        correction=Correction(
+            axes=tuple(recipe.knots),
+            knots=tuple(np.log(places) for places in recipe.knots.values()),
+            values=factors_B[:size].reshape(shape),
+        )
+        if recipe.knots
+        else None,
+        features=dict(zip(names, factors_B[size:].tolist(), strict=True)),
+    )
+
+
+def _feature_names(recipe: Recipe, groups: Sequence[Samples], curve: str, device: Device) -> tuple[str, ...]:
+    if not recipe.features:
+        return ()
+    slot = next(slot for group in groups for slot in group.slots if slot.curve == curve)
+    return tuple(recipe.formula.features(slot.sizes, device))
+
+
+def _design(slot: Slot, recipe: Recipe, device: Device) -> Array:
+    """What multiplies the log-factors of each row: weights of the grid's points, then features."""
+    form = recipe.formula
+    rows = len(next(iter(slot.sizes.values())))
+    columns = []
+    if recipe.knots:
+        axes = form.axes(slot.sizes)
+        places = [corner_weights(np.log(knots), axes[name]) for name, knots in recipe.knots.items()]
+        shape = tuple(len(knots) for knots in recipe.knots.values())
+        grid_NB = np.zeros((rows, int(np.prod(shape))))
+        for corners in product((0, 1), repeat=len(places)):
+            weight_N = np.ones(rows)
+            at: list[Array] = []
+            for (low, share), corner in zip(places, corners, strict=True):
+                weight_N = weight_N * (share if corner else 1 - share)
+                at.append(np.broadcast_to(low + corner, rows))
+            grid_NB[np.arange(rows), np.ravel_multi_index(at, shape)] += weight_N
+        columns.append(grid_NB)
+    if recipe.features:
+        features = form.features(slot.sizes, device).values()
+        columns.append(np.stack([np.broadcast_to(values, rows) for values in features], axis=1))
+    return np.concatenate(columns, axis=1)
+
+
+def _ridge(design_NB: Array, target_N: Array, weight_N: Array, how: Robustness) -> Array:
+    scale_B = design_NB.std(axis=0) + 1e-9
+    scaled_NB = design_NB / scale_B
+    robust_N = weight_N
+    factors_B: Array = np.zeros(design_NB.shape[1])
+    for _ in range(8):
+        penalty = how.ridge * robust_N.sum() * np.eye(len(scale_B))
+        normal = scaled_NB.T @ (scaled_NB * robust_N[:, None]) + penalty
+        factors_B = np.linalg.solve(normal, scaled_NB.T @ (robust_N * target_N))
+        error_N = abs(target_N - scaled_NB @ factors_B)
+        robust_N = weight_N * how.correction_huber / np.maximum(error_N, how.correction_huber)
+    unscaled_B: Array = factors_B / scale_B
+    return unscaled_B
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validated:
+    """Errors of rows whose sites were left out of the fit that predicts them. predicted_s: per group."""
+
+    predicted_s: Sequence[Array]
+    median_abs_error: float
+    p90_abs_error: float
+
+
+def validate(
+    groups: Sequence[Samples], recipes: Mapping[str, Recipe], device: Device, how: Robustness, *, folds: int = 5
+) -> Validated:
+    """Leave out the sites of each fold in turn."""
+    sites = np.unique(np.concatenate([group.sites for group in groups]))
+    order = np.random.default_rng(0).permutation(len(sites))
+    fold_of_site = dict(zip(sites[order].tolist(), (np.arange(len(sites)) % folds).tolist(), strict=True))
+    fold_N = [np.array([fold_of_site[site] for site in group.sites.tolist()]) for group in groups]
+    predicted = [np.full(len(group), np.nan) for group in groups]
+    for fold in range(folds):
+        kept = [group.where(own != fold) for group, own in zip(groups, fold_N, strict=True)]
+        model = fit([group for group in kept if len(group)], recipes, device, how)
+        for group, own, out in zip(groups, fold_N, predicted, strict=True):
+            left = own == fold
+            if left.any():
+                out[left] = _total(group.where(left), model, recipes, device)
+    measured = np.concatenate([group.measured_s for group in groups])
+    error = abs(np.concatenate(predicted) / measured - 1)
+    return Validated(
+        predicted_s=predicted,
+        median_abs_error=float(np.median(error)),
+        p90_abs_error=float(np.quantile(error, 0.9)),
+    )
+
+
+def as_fit(curve: str, groups: Sequence[Samples], model: Model, recipe: Recipe, checked: Validated, source: str) -> Fit:
+    """One curve as a backend file holds it."""
+    slots = [slot for group in groups for slot in group.slots if slot.curve == curve]
+    ranges = {
+        name: (
+            float(min(np.min(slot.sizes[name]) for slot in slots)),
+            float(max(np.max(slot.sizes[name]) for slot in slots)),
+        )
+        for name in recipe.formula.sizes
+    }
+    return Fit(
+        form=recipe.form,
+        coefficients=model[curve].coefficients,
+        features=model[curve].features,
+        correction=model[curve].correction,
+        ranges=ranges,
+        rows=sum(len(group) for group in groups if any(slot.curve == curve for slot in group.slots)),
+        median_abs_error=checked.median_abs_error,
+        p90_abs_error=checked.p90_abs_error,
+        source=source,
+    )

@@ -1,0 +1,70 @@
+"""Writing the fits of a calibration as a backend file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from castoff.accuracy.calibrate import Calibration
+from castoff.spec.fits import Correction, Fit
+
+DIGITS, CORRECTION_DECIMALS, NUMBERS_PER_LINE = 6, 3, 16
+
+
+def fits_toml(result: Calibration) -> str:
+    """A backend file that extends the calibrated backend with its fits."""
+    head = [
+        f"# {result.backend} on {result.device}, fitted by `castoff calibrate`.",
+        f"name = {_text(f'{result.backend} fitted on {result.device}')}",
+        f"description = {_text(f'{result.backend} with kernels fitted to measurements on {result.device}')}",
+        f"extends = {_text(result.backend)}",
+        f"device = {_text(result.device)}",
+    ]
+    return "\n".join([*head, *(line for kernel, fit in result.fits.items() for line in _fit_lines(kernel, fit))]) + "\n"
+
+
+def _fit_lines(kernel: str, fit: Fit) -> Iterator[str]:
+    yield ""
+    yield f"[fits.{kernel}]"
+    yield f"form = {_text(fit.form)}"
+    yield f"coefficients = {_pairs(fit.coefficients.items())}"
+    if fit.features:
+        yield f"features = {_pairs(fit.features.items())}"
+    yield "ranges = { " + ", ".join(f"{name} = {_numbers(ends)}" for name, ends in fit.ranges.items()) + " }"
+    yield f"rows = {fit.rows}"
+    yield f"median_abs_error = {fit.median_abs_error:.4f}"
+    yield f"p90_abs_error = {fit.p90_abs_error:.4f}"
+    yield f"source = {_text(fit.source)}"
+    if fit.correction is not None:
+        yield from _correction_lines(kernel, fit.correction)
+
+
+def _correction_lines(kernel: str, correction: Correction) -> Iterator[str]:
+    yield f"[fits.{kernel}.correction]"
+    axes = zip(correction.axes, correction.knots, strict=True)
+    yield "axes = { " + ", ".join(f"{name} = {_numbers(np.exp(knots))}" for name, knots in axes) + " }"
+    yield "values = ["
+    rounded = [_short(round(float(value), CORRECTION_DECIMALS)) for value in correction.values.ravel()]
+    for start in range(0, len(rounded), NUMBERS_PER_LINE):
+        yield "  " + ", ".join(rounded[start : start + NUMBERS_PER_LINE]) + ","
+    yield "]"
+
+
+def _pairs(items: Iterable[tuple[str, float]]) -> str:
+    return "{ " + ", ".join(f"{name} = {_short(value)}" for name, value in items) + " }"
+
+
+def _numbers(values: Iterable[float]) -> str:
+    return "[" + ", ".join(_short(float(value)) for value in values) + "]"
+
+
+def _short(value: float) -> str:
+    text = f"{value:.{DIGITS}g}"
+    # TOML has no 1e-06 without a fraction or digits that Python would not write, but it reads both.
+    return text if text not in ("inf", "-inf", "nan") else "0"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

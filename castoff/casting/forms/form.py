@@ -1,0 +1,81 @@
+"""What the form of a fitted kernel is: its time from its sizes, with coefficients that a fit finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from castoff.dims import Array, Dim
+from castoff.spec.device import Device
+from castoff.spec.fits import Correction
+
+Sizes = Mapping[str, Dim]
+Coefficients = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """seconds: of a kernel, its launch included. The others say what it is made of, each as if it had it to itself."""
+
+    seconds: Dim
+    compute_s: Dim = 0.0
+    memory_s: Dim = 0.0
+    launch_s: Dim = 0.0
+
+
+def no_features(_: Sizes, __: Device) -> Mapping[str, Dim]:
+    return {}
+
+
+def own_sizes(sizes: Sizes) -> Sizes:
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One form.
+
+    times: from sizes and coefficients, all of which are positive; sizes may be arrays of scenarios.
+    start: every coefficient by name, with the value that fits start from, in SI units.
+    sizes: the names that it needs.
+    axes: what a correction may depend on, from the sizes. features: terms that may add to the logarithm of the time.
+    """
+
+    times: Callable[[Sizes, Coefficients, Device], Times]
+    start: Mapping[str, float]
+    sizes: tuple[str, ...]
+    axes: Callable[[Sizes], Sizes] = own_sizes
+    features: Callable[[Sizes, Device], Mapping[str, Dim]] = field(default=no_features)
+
+
+def smooth_maximum(a: Dim, b: Dim, sharpness: float) -> Dim:
+    """(a^q + b^q)^(1/q): two things that overlap, the better the larger q = 1 + sharpness is."""
+    q = 1.0 + sharpness
+    return (a**q + b**q) ** (1 / q)
+
+
+def log_factor(correction: Correction, axes: Sizes) -> Dim:
+    """A correction at some sizes."""
+    return interpolate(correction.values, correction.knots, [axes[name] for name in correction.axes])
+
+
+def interpolate(values: Array, knots: Sequence[Array], sizes: Sequence[Dim]) -> Dim:
+    """Linear in the logarithms of the sizes between knots, constant beyond them."""
+    places = [corner_weights(own, size) for own, size in zip(knots, sizes, strict=True)]
+    total: Dim = 0.0
+    for corners in product((0, 1), repeat=len(places)):
+        weight: Dim = 1.0
+        for (_, share), corner in zip(places, corners, strict=True):
+            weight = weight * (share if corner else 1 - share)
+        total = total + weight * values[tuple(low + corner for (low, _), corner in zip(places, corners, strict=True))]
+    return total
+
+
+def corner_weights(knots: Array, size: Dim) -> tuple[Array, Dim]:
+    """The knot below a size, or the last but one, and how far towards the next it is, from 0 to 1."""
+    at = np.clip(np.log(np.maximum(size, 1e-30)), knots[0], knots[-1])
+    low = np.clip(np.searchsorted(knots, at, side="right") - 1, 0, len(knots) - 2)
+    return low, (at - knots[low]) / (knots[low + 1] - knots[low])

@@ -1,0 +1,98 @@
+"""Fits of a backend's kernels to measured times on one device: a form, its coefficients, and what the form leaves.
+
+Forms are in `castoff.casting.forms`; here is what a file says of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+
+from castoff.dims import Array
+from castoff.spec.toml_file import Table, shown
+
+LARGEST_LOG_FACTOR = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Correction:
+    """The logarithm of measured over formed time on a grid of sizes: linear between knots in the logarithms of the
+    sizes, beyond the last knot that of the edge.
+
+    axes: names of sizes that the form gives. knots: their logarithms, ascending. values: one per point of the grid.
+    """
+
+    axes: tuple[str, ...]
+    knots: tuple[Array, ...]
+    values: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """One kernel's cost on one device.
+
+    coefficients: what the form multiplies and adds, by its names, positive, in SI units.
+    features: factors of further terms that the form gives, which add to the logarithm of its time.
+    ranges: least and largest of each size among the rows fitted; beyond them a prediction is marked.
+    rows: how many. median_abs_error, p90_abs_error: of |predicted / measured − 1| over rows of sites left out in turn.
+    """
+
+    form: str
+    coefficients: Mapping[str, float] = field(hash=False)
+    features: Mapping[str, float] = field(hash=False)
+    correction: Correction | None
+    ranges: Mapping[str, tuple[float, float]] = field(hash=False)
+    rows: int
+    median_abs_error: float
+    p90_abs_error: float
+    source: str
+
+
+def read_fit(table: Table) -> Fit:
+    """A `[fits.<kernel>]` of a backend file; the form checks the names."""
+    table.only(item.name for item in fields(Fit))
+    coefficients = table.table("coefficients")
+    features = table.table("features") if "features" in table.values else Table(file=table.file, values={})
+    ranges = table.table("ranges")
+    return Fit(
+        form=table.text("form"),
+        coefficients={name: coefficients.at_least_zero(name) for name in coefficients.values},
+        features={name: features.number(name) for name in features.values},
+        correction=_read_correction(table.table("correction")) if "correction" in table.values else None,
+        ranges={name: _range(ranges, name) for name in ranges.values},
+        rows=table.count("rows"),
+        median_abs_error=table.at_least_zero("median_abs_error"),
+        p90_abs_error=table.at_least_zero("p90_abs_error"),
+        source=table.text("source"),
+    )
+
+
+def _range(table: Table, name: str) -> tuple[float, float]:
+    values = table.numbers(name)
+    if len(values) != 2 or values[0] > values[1]:
+        raise table.fault(name, f"must be the least and the largest value, got {shown(table.values[name])}")
+    return values[0], values[1]
+
+
+def _read_correction(table: Table) -> Correction:
+    table.only(("axes", "values"))
+    axes = table.table("axes")
+    knots = {name: axes.numbers(name) for name in axes.values}
+    for name, places in knots.items():
+        if len(places) < 2 or min(places) <= 0 or any(a >= b for a, b in pairwise(places)):
+            raise axes.fault(name, f"must be two or more ascending numbers above 0, got {shown(axes.values[name])}")
+    values = table.numbers("values")
+    shape = tuple(len(places) for places in knots.values())
+    if not knots or len(values) != prod(shape):
+        raise table.fault("values", f"must be {prod(shape)} numbers, one per point of the axes, got {len(values)}")
+    if max(abs(value) for value in values) > LARGEST_LOG_FACTOR:
+        raise table.fault(
+            "values", f"must be logarithms of factors, from −{LARGEST_LOG_FACTOR:g} to {LARGEST_LOG_FACTOR:g}"
+        )
+    return Correction(
+        axes=tuple(knots),
+        knots=tuple(np.log(places) for places in knots.values()),
+        values=np.array(values).reshape(shape),
+    )
