@@ -2,9 +2,6 @@
 
 Between an admission, an end, and memory that is used up, decode steps are all alike, so that many advance at once. A
 prompt's pass comes before decodes; these wait for it, or go on in it where the stack mixes them.
-
-Rows in use and tokens generated follow from counts of steps, never from sums of fractions, so that a jump and single
-steps agree.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from castoff.serving.result import Served
+from castoff.serving.running import ROUNDING, Request, Running
 from castoff.serving.workload import Requests
 from castoff.spec.serving import Admission
 
@@ -64,21 +62,6 @@ def fits_alone(requests: Requests, rules: Rules) -> bool:
 
 
 @dataclass(slots=True)
-class Request:
-    """A request on its way. rows: in the cache after its latest prompt's pass. passes: of those, each of which gave a
-    token. steps: decode steps before that pass. joined: the instance's step count at it."""
-
-    index: int
-    prompt: int
-    output: int
-    rows: int = 0
-    passes: int = 0
-    steps: int = 0
-    joined: int = 0
-    retractions: int = 0
-
-
-@dataclass(slots=True)
 class Times:
     """Of all requests."""
 
@@ -105,9 +88,9 @@ class Instance:
         assert fits_alone(requests, rules), "a request that never fits is refused before"
         self.requests, self.times_of, self.rules = requests, times_of, rules
         self.now = 0.0
-        self.step = self.passes = 0
+        self.passes = 0
         self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}
+        self.running = Running(rules.tokens_per_step, rules.admission.clip_tokens)
         self.chunked: Piece | None = None
         self.peak = 0.0
         # Whether a request was found to have no room since the last one left.
@@ -115,13 +98,8 @@ class Instance:
         pairs = zip(requests.prompt_tokens, requests.output_tokens, strict=True)
         self._all = [Request(index, prompt, output) for index, (prompt, output) in enumerate(pairs)]
         self._times = Times(*([math.nan] * len(self._all) for _ in range(4)))
-        # Times in the queue and steps of ends, as heaps.
+        # A heap: when requests are in the queue.
         self._coming: list[tuple[float, int]] = []
-        self._ends: list[tuple[int, int]] = []
-        # Sums over the running requests: rows, tokens that decode steps must give, `joined`, `steps`.
-        self._rows = self._asked = self._joined = self._steps = 0
-        # Running requests for which admission may not count all tokens to come.
-        self._long: dict[int, Request] = {}
         self._next = 0
         self._reserve, self._reserve_step = rules.admission.reserve_start, 0
         if requests.arrival_s is None:
@@ -151,7 +129,7 @@ class Instance:
             first_token_s=np.array(times.first),
             finish_s=np.array(times.finish),
             retractions=np.array([request.retractions for request in self._all]),
-            decode_steps=self.step,
+            decode_steps=self.running.step,
             prefill_passes=self.passes,
             kv_peak_tokens=self.peak,
             capacity_bound=self.was_full,
@@ -182,11 +160,7 @@ class Instance:
 
     def rows(self, steps: int = 0) -> float:
         """Cache rows in use after that many more decode steps, those of a prompt in pieces counted whole."""
-        return self._running_rows(steps) + (self.chunked.request.rows if self.chunked else 0)
-
-    def _running_rows(self, steps: int = 0) -> float:
-        count = len(self.running)
-        return self._rows + self.rules.tokens_per_step * (count * (self.step + steps) - self._joined)
+        return self.running.rows(steps) + (self.chunked.request.rows if self.chunked else 0)
 
     def _held(self) -> int:
         """Requests that have memory."""
@@ -199,15 +173,6 @@ class Instance:
         """Whether, after that many more steps, there is memory for another one."""
         return self._free(steps) >= len(self.running) * self.rules.tokens_per_step
 
-    def _generated(self, request: Request) -> float:
-        decoded = request.steps + (self.step - request.joined if request.index in self.running else 0)
-        return request.passes + self.rules.tokens_per_step * decoded
-
-    def _to_come(self, request: Request) -> float:
-        """Tokens still to be generated, as admission counts them."""
-        left = max(request.output - self._generated(request), 0.0)
-        return min(left, self.rules.admission.clip_tokens)
-
     # Admission
 
     @property
@@ -215,20 +180,10 @@ class Instance:
         """The share of tokens still to come that is set aside."""
         admission = self.rules.admission
         fall = (admission.reserve_start - admission.reserve_least) / admission.reserve_decay_steps
-        return max(self._reserve - fall * (self.step - self._reserve_step), admission.reserve_least)
-
-    def _set_aside(self) -> float:
-        """Rows kept free for what the running requests may still generate."""
-        decoded = self._steps + len(self.running) * self.step - self._joined
-        to_come = self._asked - self.rules.tokens_per_step * decoded
-        clip = self.rules.admission.clip_tokens
-        for request in self._long.values():
-            left = request.output - self._generated(request)
-            to_come -= max(left - clip, 0.0)
-        return self.reserve * to_come
+        return max(self._reserve - fall * (self.running.step - self._reserve_step), admission.reserve_least)
 
     def _set_reserve(self, share: float) -> None:
-        self._reserve, self._reserve_step = share, self.step
+        self._reserve, self._reserve_step = share, self.running.step
 
     def _admit(self) -> list[Piece]:
         """The next prompt's pass: what is left of one in pieces, then those from the queue that fit."""
@@ -239,17 +194,18 @@ class Instance:
             self._retract()
         budget = self.rules.chunk_tokens - (len(self.running) if mixes else 0)
         pieces: list[Piece] = []
-        set_aside = self._set_aside() + (len(self.running) * self.rules.tokens_per_step if mixes else 0.0)
+        set_aside = self.reserve * self.running.all_counted()
+        set_aside += len(self.running) * self.rules.tokens_per_step if mixes else 0.0
         taken, held = self.rows(), self._held()
         if self.chunked is not None and budget > 0:
             pieces.append(self._next_piece(self.chunked, budget))
             budget -= pieces[-1].tokens
             if pieces[-1].is_last:
-                set_aside += self._to_come(self.chunked.request)
+                set_aside += self.running.counted(self.chunked.request)
         while self.waiting and budget > 0 and len(self.running) + len(pieces) < self.rules.max_running:
             request = self.waiting[0]
-            rows = request.prompt + math.ceil(self._generated(request) - 1e-9)
-            if self._to_come(request) + set_aside >= self.rules.free(taken + rows, held + 1):
+            rows = request.prompt + math.ceil(self.running.generated(request) - ROUNDING)
+            if self.running.counted(request) + set_aside >= self.rules.free(taken + rows, held + 1):
                 self.full = self.was_full = True
                 break
             self.waiting.popleft()
@@ -258,7 +214,7 @@ class Instance:
             pieces.append(self._next_piece(Piece(request, 0, 0, False), budget))
             budget -= pieces[-1].tokens
             if pieces[-1].is_last:
-                set_aside += self._to_come(request)
+                set_aside += self.running.counted(request)
             if math.isnan(self._times.queued[request.index]):
                 at = self._times.arrival[request.index] + self.rules.delay_s
                 self._times.queued[request.index] = self.now - at
@@ -288,17 +244,10 @@ class Instance:
         request.passes += 1
         if math.isnan(self._times.first[request.index]):
             self._times.first[request.index] = self.now
-        left = request.output - self._generated(request)
-        if left <= 1e-9:
+        if self.running.is_done(request):
             self._end(request)
-            return
-        request.joined = self.step
-        self.running[request.index] = request
-        self._count(request, 1)
-        if request.output > self.rules.admission.clip_tokens:
-            self._long[request.index] = request
-        steps = math.ceil(left / self.rules.tokens_per_step - 1e-9)
-        heapq.heappush(self._ends, (self.step + steps, request.index))
+        else:
+            self.running.join(request)
 
     # Decoding
 
@@ -308,25 +257,11 @@ class Instance:
             self._retract()
             self._advance(1)
             return
-        steps = min(self._next_end() - self.step, self._steps_in_memory())
+        steps = min(self.running.steps_to_end(), self._steps_in_memory())
         # A request that comes is looked at after the step in which it came, if it could join.
         if self._coming and not self.full and len(self.running) < self.rules.max_running:
             steps = self._steps_until(self._coming[0][0], steps)
         self._advance(steps)
-
-    def _next_end(self) -> int:
-        """The step at which the next request ends. Entries of requests that went back are out of date."""
-        while True:
-            step, index = self._ends[0]
-            request = self.running.get(index)
-            if request is not None and step == self._end_step(request):
-                return step
-            heapq.heappop(self._ends)
-
-    def _end_step(self, request: Request) -> int:
-        per_step = self.rules.tokens_per_step
-        left = request.output - request.passes - per_step * request.steps
-        return request.joined + math.ceil(left / per_step - 1e-9)
 
     def _steps_in_memory(self) -> int:
         """Steps before memory is used up, at least one."""
@@ -340,41 +275,26 @@ class Instance:
 
     def _steps_until(self, time: float, most: int) -> int:
         """The fewest steps, of at most `most`, after which it is `time`."""
-        least = 1
-        while least < most:
-            middle = (least + most) // 2
-            if self.now + self._seconds(middle) >= time:
-                most = middle
-            else:
-                least = middle + 1
-        return least
+        steps = max(1, min(math.ceil((time - self.now) / self._seconds(1)), most))
+        while steps > 1 and self.now + self._seconds(steps - 1) >= time:
+            steps -= 1
+        while steps < most and self.now + self._seconds(steps) < time:
+            steps += 1
+        return steps
 
     def _seconds(self, steps: int) -> float:
         count = len(self.running)
-        return self.times_of.decode_s(count, self._running_rows() / count, self.rules.tokens_per_step, steps)
+        return self.times_of.decode_s(count, self.running.rows() / count, self.rules.tokens_per_step, steps)
 
     def _advance(self, steps: int) -> None:
         """Decode steps, after which those requests end that have all their tokens."""
         self.now += self._seconds(steps)
-        self.step += steps
+        self.running.step += steps
         self.peak = max(self.peak, self.rows())
-        while self.running and self._next_end() == self.step:
-            self._leave(self.running[heapq.heappop(self._ends)[1]])
-
-    def _leave(self, request: Request) -> None:
-        del self.running[request.index]
-        self._long.pop(request.index, None)
-        self._count(request, -1)
-        request.steps += self.step - request.joined
-        self.full = False
-        if request.passes + self.rules.tokens_per_step * request.steps >= request.output - 1e-9:
-            self._end(request)
-
-    def _count(self, request: Request, sign: int) -> None:
-        self._rows += sign * request.rows
-        self._asked += sign * (request.output - request.passes)
-        self._joined += sign * request.joined
-        self._steps += sign * request.steps
+        while self.running and self.running.steps_to_end() == 0:
+            ended = self.running.next_to_end()
+            self.running.leave(ended)
+            self._end(ended)
 
     def _end(self, request: Request) -> None:
         self._times.finish[request.index] = self.now
@@ -387,20 +307,17 @@ class Instance:
         admission, per_step = self.rules.admission, self.rules.tokens_per_step
         sent: list[Request] = []
         while len(self.running) > (self.chunked is None):
-            ahead = len(self.running) * per_step * admission.retraction_steps
-            if sent and self._free() >= ahead:
+            wanted = len(self.running) * per_step * admission.retraction_steps
+            if sent and self._free() >= wanted:
                 break
-            victim = min(
-                self.running.values(), key=lambda request: (self._generated(request), -request.prompt, -request.index)
-            )
-            self._leave(victim)
+            victim = self.running.youngest()
+            self.running.leave(victim)
             victim.retractions += 1
             sent.append(victim)
         if admission.retracted_first:
             self.waiting.extendleft(sent)
         else:
             self.waiting.extend(sent)
-        self.was_full = True
-        left = self.running.values()
-        decoded = sum(self._generated(request) for request in left) + admission.retraction_steps * len(left)
-        self._set_reserve(min(1.0, decoded / (sum(request.output for request in left) + 1)))
+        self.full, self.was_full = False, True
+        ahead = admission.retraction_steps * len(self.running)
+        self._set_reserve(min(1.0, (self.running.all_generated() + ahead) / (self.running.all_asked + 1)))
