@@ -10,7 +10,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -70,25 +69,36 @@ class DecodeTable:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTable:
-    """Device seconds of a prompt's pass, by new tokens, mean context and requests (indices N, C, R)."""
+    """Device seconds of a prompt's pass, by new tokens, mean context and requests (indices N, C, R).
 
-    tokens: Array
-    contexts: Array
-    requests: Array
-    seconds_NCR: Array = field(repr=False)
+    requests: their logarithms to base 2.
+    """
+
+    tokens: tuple[float, ...]
+    contexts: tuple[float, ...]
+    requests: tuple[float, ...]
+    seconds_NCR: tuple[tuple[tuple[float, ...], ...], ...] = field(repr=False)
 
     def pass_s(self, tokens: int, context: float, requests: int) -> float:
         """Seconds of one pass."""
-        part: Any = self.seconds_NCR
-        axes = ((self.tokens, tokens), (self.contexts, context), (np.log2(self.requests), math.log2(requests)))
-        for knots, value in axes:
-            if len(knots) == 1:
-                part = part[0]
-                continue
-            at = min(max(int(np.searchsorted(knots, value, side="right")) - 1, 0), len(knots) - 2)
-            weight = (value - knots[at]) / (knots[at + 1] - knots[at])
-            part = (1 - weight) * part[at] + weight * part[at + 1]
-        return float(part)
+        total = 0.0
+        along_requests = _ends(self.requests, math.log2(requests))
+        along_contexts = _ends(self.contexts, context)
+        for at_token, token_share in _ends(self.tokens, tokens):
+            for at_context, context_share in along_contexts:
+                row = self.seconds_NCR[at_token][at_context]
+                for at_request, request_share in along_requests:
+                    total += token_share * context_share * request_share * row[at_request]
+        return total
+
+
+def _ends(knots: Sequence[float], value: float) -> tuple[tuple[int, float], ...]:
+    """The two knots beside a value, or nearest to it, and their shares in a straight line."""
+    if len(knots) == 1:
+        return ((0, 1.0),)
+    at = min(max(bisect_right(knots, value) - 1, 0), len(knots) - 2)
+    weight = (value - knots[at]) / (knots[at + 1] - knots[at])
+    return (at, 1 - weight), (at + 1, weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +184,14 @@ def prefill_table(deployment: Deployment, extent: Extent) -> tuple[PrefillTable,
     # More requests than tokens stand for as many as there are tokens.
     requests_X = np.minimum(requests_X, tokens_X)
     result = cast_batch(without_host(deployment), [RequestClass(requests_X, context_X, tokens_X / requests_X)])
-    seconds_NCR = np.broadcast_to(result.latency_s, tokens_X.shape).reshape(shape)
-    return PrefillTable(tokens, contexts, requests, seconds_NCR), result.origin
+    seconds_NCR = np.broadcast_to(result.latency_s, tokens_X.shape).reshape(shape).tolist()
+    table = PrefillTable(
+        tokens=tuple(tokens.tolist()),
+        contexts=tuple(contexts.tolist()),
+        requests=tuple(np.log2(requests).tolist()),
+        seconds_NCR=tuple(tuple(tuple(row) for row in plane) for plane in seconds_NCR),
+    )
+    return table, result.origin
 
 
 def _knots(most: int, count: int, bend: int | None) -> Array:
