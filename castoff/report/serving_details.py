@@ -17,11 +17,18 @@ def serving_rows(serving: ServingCost) -> Iterator[tuple[str, str, str]]:
     yield "serving, graphs", f"{len(graphs)} batches of {graphs[0]} to {graphs[-1]}", source
     yield "serving, requests", f"at most {count(serving.max_running_requests)} at a time", source
     yield "serving, prompts", f"{'beside' if serving.mixes_prefill else 'before'} decodes", source
+    yield (
+        "serving, chunks",
+        "per attention-DP rank" if serving.chunk_per_rank else "over all attention-DP ranks",
+        source,
+    )
     yield "serving, prefill factor", f"{serving.prefill_factor:g}", source
     yield "serving, stall", f"{percent(serving.host_prefill_stall_share)} of a prefill's host time", source
     yield "serving, expert load", f"power law of exponent {serving.expert_load_alpha:g}", source
     reserve = f"{admission.reserve_start:g} to {admission.reserve_least:g} in {admission.reserve_decay_steps} steps"
     yield "admission, reserve", f"{reserve}, of at most {count(admission.clip_tokens)} tokens", admission.source
+    factor = f"times {admission.reserve_ranks_factor:g} with several attention-DP ranks"
+    yield "admission, ranks", factor, admission.source
     queue = "head" if admission.retracted_first else "end"
     steps = f"until {admission.retraction_steps} steps have room"
     yield "admission, retraction", f"{steps}, to the {queue} of the queue", admission.source

@@ -12,7 +12,6 @@ from castoff.casting.footprint import Footprint
 from castoff.casting.rank import batch_of_rank, footprint_of, record_batch
 from castoff.dims import Dim, largest
 from castoff.errors import CastoffError
-from castoff.model.setup import Setup
 from castoff.serving.instance import Instance, Rules, fits_alone
 from castoff.serving.result import ServeResult, summary
 from castoff.serving.steps import Extent, StackSteps, decode_table, prefill_table
@@ -111,7 +110,9 @@ def prepare(model: ModelSpec, device: Device, scenario: Scenario, requests: Requ
     serving = serving_of(backend)
     system = serving.system(device.name)
     ranks = decode.setup.mesh.dp.size
-    chunk = system.prefill_chunk_tokens * ranks
+    chunk = system.prefill_chunk_tokens * (ranks if serving.chunk_per_rank else 1)
+    admission = serving.admission
+    factor = admission.reserve_ranks_factor if ranks > 1 else 1.0
     capacity = kv_capacity(decode, prefill, serving, chunk)
     per_step = decode.setup.mtp.tokens_per_step
     rules = Rules(
@@ -122,7 +123,11 @@ def prepare(model: ModelSpec, device: Device, scenario: Scenario, requests: Requ
         max_running=serving.max_running_requests * ranks,
         tokens_per_step=per_step,
         mixes_prefill=serving.mixes_prefill,
-        admission=serving.admission,
+        admission=replace(
+            admission,
+            reserve_start=factor * admission.reserve_start,
+            reserve_least=factor * admission.reserve_least,
+        ),
     )
     if not fits_alone(requests, rules):
         fitting = min(capacity.tokens, capacity.host_tokens)
@@ -151,56 +156,68 @@ def prepare(model: ModelSpec, device: Device, scenario: Scenario, requests: Requ
 
 
 def kv_capacity(decode: Deployment, prefill: Deployment, serving: ServingCost, chunk_tokens: int) -> Capacity:
-    """Cache rows that fit beside weights, buffers, and the activations of a whole chunk.
-
-    Bytes grow evenly with rows and with requests, so three probes tell.
-    """
+    """Cache rows that fit beside weights, buffers, and the activations of a whole chunk."""
     ranks = decode.setup.mesh.dp.size
-    # One request of no rows, one of many, two of no rows, on every attention-DP rank.
-    probes = RequestClass(np.array([1.0, 1.0, 2.0]) * ranks, np.array([0.0, _PROBE_TOKENS, 0.0]), _query(decode.setup))
-    probed = _footprint(decode, probes)
-    grown = _at(_growing(probed), 3)
-    per_row = (grown[1] - grown[0]) / _PROBE_TOKENS
-    per_request = max(grown[2] - grown[0] - per_row * _query(decode.setup), 0.0)
     longest_pass = _footprint(prefill, RequestClass(1, 0, chunk_tokens))
-    size = probed.device_bytes_capacity
-    kept = probed.weights_bytes + probed.communication_bytes + probed.reserved_bytes
-    activations = max(largest(longest_pass.activation_bytes), largest(probed.activation_bytes))
-    room = min(serving.memory_fraction * size, size - activations) - kept
-    if room <= 0:
+    start = _probe(decode, 0.0)
+    activations = max(largest(longest_pass.activation_bytes), start.activation_bytes)
+    room = min(serving.memory_fraction * start.capacity_bytes, start.capacity_bytes - activations)
+    if start.held_bytes >= room:
         raise CastoffError(
-            f"no cache fits: weights and buffers take {kept / 2**30:.1f} of {size / 2**30:.1f} GiB a device, of which "
-            f"{serving.memory_fraction:.0%} at most are for them and caches, and activations of a pass take "
-            f"{activations / 2**30:.1f} GiB; spread the model over more devices, or quantise its weights"
+            f"no cache fits: weights and buffers take {start.held_bytes / 2**30:.1f} of "
+            f"{start.capacity_bytes / 2**30:.1f} GiB a device, of which {serving.memory_fraction:.0%} at most are for "
+            f"them and caches, and activations of a pass take {activations / 2**30:.1f} GiB; spread the model over "
+            "more devices, or quantise its weights"
         )
-    host = _at(probed.host_kv_bytes, 3)
-    per_row_host = (host[1] - host[0]) / _PROBE_TOKENS
+    # Of several pipeline stages the fullest counts, which may be another one once there are rows: Newton's steps.
+    rows = (room - start.held_bytes) / start.row_bytes
+    probe = start
+    for _ in range(decode.setup.mesh.pp.size - 1):
+        probe = _probe(decode, rows)
+        rows += (room - probe.held_bytes) / probe.row_bytes
+    per_row_host = probe.host_row_bytes
     return Capacity(
-        tokens=int(room / per_row) * ranks,
-        request_tokens=per_request / per_row + (serving.page_tokens - 1) / 2,
-        host_tokens=int(probed.host_bytes_capacity / per_row_host) * ranks if per_row_host > 0 else math.inf,
+        tokens=int(rows) * ranks,
+        request_tokens=probe.request_bytes / probe.row_bytes + (serving.page_tokens - 1) / 2,
+        host_tokens=int(probe.host_bytes / per_row_host) * ranks if per_row_host > 0 else math.inf,
     )
 
 
-def _query(setup: Setup) -> int:
-    return 1 + setup.mtp.num_mtp_tokens
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Probe:
+    """The fullest device with one request of some rows: what it holds beside activations, and what more would take."""
+
+    capacity_bytes: float
+    activation_bytes: float
+    held_bytes: float
+    row_bytes: float
+    request_bytes: float
+    host_bytes: float
+    host_row_bytes: float
+
+
+def _probe(deployment: Deployment, rows: float) -> _Probe:
+    ranks, query = deployment.setup.mesh.dp.size, 1 + deployment.setup.mtp.num_mtp_tokens
+    # As it is, with many rows more, and with one request more, on every attention-DP rank.
+    count, context = np.array([1.0, 1.0, 2.0]) * ranks, np.array([rows, rows + _PROBE_TOKENS, rows / 2])
+    memory = _footprint(deployment, RequestClass(count, context, query))
+    held = _at(memory.used_bytes - memory.activation_bytes, 3)
+    host = _at(memory.host_kv_bytes, 3)
+    per_row = (held[1] - held[0]) / _PROBE_TOKENS
+    return _Probe(
+        capacity_bytes=_at(memory.device_bytes_capacity, 3)[0],
+        activation_bytes=_at(memory.activation_bytes, 3)[0],
+        held_bytes=held[0] - per_row * query,
+        row_bytes=per_row,
+        request_bytes=max(held[2] - held[0] - per_row * query, 0.0),
+        host_bytes=_at(memory.host_bytes_capacity, 3)[0],
+        host_row_bytes=(host[1] - host[0]) / _PROBE_TOKENS,
+    )
 
 
 def _footprint(deployment: Deployment, requests: RequestClass) -> Footprint:
     batch = batch_of_rank(deployment.setup, [requests])
     return footprint_of(deployment, record_batch(deployment, batch), batch)
-
-
-def _growing(memory: Footprint) -> Dim:
-    """Bytes on a device that grow with requests and their rows."""
-    return (
-        memory.kv_bytes
-        + memory.indexer_cache_bytes
-        + memory.pool_bytes
-        + memory.selection_bytes
-        + memory.staging_bytes
-        + memory.metadata_bytes
-    )
 
 
 def _at(amount: Dim, count: int) -> list[float]:

@@ -28,6 +28,7 @@ class Admission:
     falling to reserve_least in reserve_decay_steps decode steps. A request itself needs its prompt and its own tokens
     up to clip_tokens.
 
+    reserve_ranks_factor: what both shares are multiplied by where there are several attention-DP ranks.
     retraction_steps: decode steps for which requests are sent back to the queue once memory is used up.
     retracted_first: whether they wait at the head of the queue, or at its end.
     """
@@ -35,6 +36,7 @@ class Admission:
     reserve_start: float
     reserve_least: float
     reserve_decay_steps: int
+    reserve_ranks_factor: float
     clip_tokens: int
     retraction_steps: int
     retracted_first: bool
@@ -48,7 +50,7 @@ class ServingSystem:
     host_s_per_decode_step: host time that no device work hides. host_s_per_prefill: the same of a prompt's pass,
         tokenisation and its way through the server included.
     prefill_floor_s_per_layer: what the host needs to launch a layer op by op, the least that a pass takes.
-    prefill_chunk_tokens: most tokens of one pass, per attention-DP rank.
+    prefill_chunk_tokens: most tokens of one pass.
     kv_action: format of the latent cache where none is asked for.
     """
 
@@ -70,6 +72,7 @@ class ServingCost:
     page_tokens: rows that caches are given out by; a request's last page is half empty on average.
     max_running_requests: requests that decode together, per attention-DP rank.
     mixes_prefill: whether decodes go on in the pass that computes a prompt, or wait for it.
+    chunk_per_rank: whether every attention-DP rank computes prefill_chunk_tokens in a pass, or all together.
     indexer_action: format of the indexer cache; None means that of the latent cache.
     host_prefill_stall_share: of host_s_per_prefill, the share during which decodes wait. The rest passes before a
         request reaches the queue.
@@ -83,6 +86,7 @@ class ServingCost:
     page_tokens: int
     max_running_requests: int
     mixes_prefill: bool
+    chunk_per_rank: bool
     indexer_action: AttentionAction | None
     host_prefill_stall_share: float
     prefill_factor: float
@@ -110,6 +114,7 @@ def read_serving(table: Table, origins: tuple[Origin, ...]) -> ServingCost:
         page_tokens=table.count("page_tokens"),
         max_running_requests=table.count("max_running_requests"),
         mixes_prefill=table.flag("mixes_prefill"),
+        chunk_per_rank=table.flag("chunk_per_rank"),
         indexer_action=table.choice(indexer, get_args(AttentionAction)) if indexer in table.values else None,
         host_prefill_stall_share=_share(table, "host_prefill_stall_share"),
         prefill_factor=table.positive("prefill_factor"),
@@ -136,6 +141,7 @@ def _read_admission(table: Table) -> Admission:
         reserve_start=start,
         reserve_least=least,
         reserve_decay_steps=table.count("reserve_decay_steps"),
+        reserve_ranks_factor=_share(table, "reserve_ranks_factor"),
         clip_tokens=table.count("clip_tokens", at_least=0),
         retraction_steps=table.count("retraction_steps"),
         retracted_first=table.flag("retracted_first"),

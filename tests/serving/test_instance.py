@@ -17,8 +17,8 @@ from castoff.spec.serving import Admission
 from tests.serving.stepper import Affine, simulate
 
 OPTIMISTIC = Admission(
-    reserve_start=0.75, reserve_least=0.125, reserve_decay_steps=64, clip_tokens=20, retraction_steps=4,
-    retracted_first=False, source="a test",
+    reserve_start=0.75, reserve_least=0.125, reserve_decay_steps=64, reserve_ranks_factor=1.0, clip_tokens=20,
+    retraction_steps=4, retracted_first=False, source="a test",
 )  # fmt: skip
 # Sets everything aside, so nothing is ever sent back.
 CAUTIOUS = replace(OPTIMISTIC, reserve_start=1.0, reserve_least=1.0, clip_tokens=10**6)

@@ -85,9 +85,27 @@ def test_attention_data_parallelism_and_vllm() -> None:
     ranks = replace(TP8, parallel=Parallel(num_devices=8, dp_size=8, ep_size=8))
     result = serve(ranks)
     assert result.kv_capacity_tokens % 8 == 0
-    assert result.prefill_chunk_tokens == 8 * 8192
-    mixed = serve(replace(TP8, backend="vllm"))
+    assert result.prefill_chunk_tokens == 8192
+    mixed = serve(replace(ranks, backend="vllm"))
+    assert mixed.prefill_chunk_tokens == 8 * 8192
     assert (mixed.backend, mixed.origin) == ("vllm", "assumed")
+
+
+def test_pipeline_stages_hold_what_the_fullest_does() -> None:
+    two = serve(replace(TP8, parallel=Parallel(num_devices=16, tp_size=8, pp_size=2)))
+    # Half the layers and half the weights a device.
+    assert two.kv_capacity_tokens > 4 * serve().kv_capacity_tokens
+    fuller = castoff.cast(
+        GLM5,
+        H200,
+        replace(
+            TP8,
+            parallel=Parallel(num_devices=16, tp_size=8, pp_size=2),
+            workload=Workload(context_length=two.kv_capacity_tokens, decode=True),
+        ),
+    ).footprint
+    held = float(fuller.used_bytes - fuller.activation_bytes)
+    assert held == pytest.approx(0.85 * float(fuller.device_bytes_capacity), rel=1e-4)
 
 
 def test_offload_holds_more_requests() -> None:
