@@ -4,7 +4,8 @@
 
 Two constants a system (host seconds a decode step and a prefill) are fitted by least squares on the logarithms of TPOT
 and TTFT, and one factor of prefill on a point with a long prompt. Files have the columns of `castoff accuracy e2e`.
-Steps are cast once a point, so after a change of the backend's curves this is run again in seconds.
+Steps are cast once a point, so after a change of the backend's curves this is run again in about a minute, and with
+--fit-only, which leaves no points out, in seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TPOT_SCATTER, TTFT_SCATTER = 0.02, 0.1
 # Above this mean time in the queue a point says how much memory there is, and little about the host.
 QUEUEING_S = 2.0
 START_S = (6e-3, 0.15)
-ROUNDS = 6
+SMALLEST_STEP_S = 2e-3
 
 Hosts = Mapping[str, tuple[float, float]]
 """By system: host seconds of a decode step, and of a prefill."""
@@ -88,7 +89,10 @@ def residuals(cases: Sequence[Case], host: tuple[float, float], factor: float) -
 
 
 def fit_host(cases: Sequence[Case], factor: float, start: tuple[float, float]) -> tuple[float, float]:
-    """The two constants of one system, by Gauss-Newton with the slopes of its start."""
+    """The two constants of one system: along the slopes of its start, then by trying steps to either side.
+
+    Which prompts share a pass changes by jumps, so slopes alone stop short.
+    """
     host = np.array(start)
     here = residuals(cases, start, factor)
     slopes = np.empty((len(here), 2))
@@ -96,13 +100,19 @@ def fit_host(cases: Sequence[Case], factor: float, start: tuple[float, float]) -
         step = 0.1 * START_S[column]
         more = host + step * np.eye(2)[column]
         slopes[:, column] = (here - residuals(cases, (float(more[0]), float(more[1])), factor)) / step
-    for _ in range(ROUNDS):
-        moved = np.maximum(host + np.linalg.lstsq(slopes, here, rcond=None)[0], 0.0)
-        done = (np.abs(moved - host) < 0.01 * np.array(START_S)).all()
-        host = moved
-        if done:
-            break
-        here = residuals(cases, (float(host[0]), float(host[1])), factor)
+    host = np.maximum(host + np.linalg.lstsq(slopes, here, rcond=None)[0], 0.0)
+
+    def cost(tried: np.ndarray) -> float:
+        return float((residuals(cases, (float(tried[0]), float(tried[1])), factor) ** 2).sum())
+
+    best, steps = cost(host), 0.08 * np.array(START_S)
+    while steps[1] > SMALLEST_STEP_S:
+        tries = [np.maximum(host + sign * steps * np.eye(2)[column], 0.0) for column in range(2) for sign in (1, -1)]
+        costs = [cost(tried) for tried in tries]
+        if min(costs) < best:
+            best, host = min(costs), tries[int(np.argmin(costs))]
+        else:
+            steps = steps / 2
     return float(host[0]), float(host[1])
 
 
@@ -140,7 +150,7 @@ def fit(
     hosts = fit_hosts(points, factor, start)
     for _ in range(2 if prompts else 0):
         before, factor = factor, fit_factor(prompts, hosts)
-        if abs(factor - before) < 0.01:
+        if abs(factor - before) < 0.02:
             break
         hosts = fit_hosts(points, factor, hosts)
     return hosts, factor
@@ -201,6 +211,7 @@ def main() -> None:
     parser.add_argument("--points", type=Path, nargs="+", required=True, help="CSV files of points under load")
     parser.add_argument("--prompt-point", type=Path, nargs="*", default=[], help="CSV files with long prompts")
     parser.add_argument("--write", type=Path, help="a backend file whose [serving] gets the constants")
+    parser.add_argument("--fit-only", action="store_true", help="leave no points out")
     given = parser.parse_args()
     points, prompts = read_cases(given.points), read_cases(given.prompt_point)
     hosts, factor = fit(points, prompts, {})
@@ -210,11 +221,13 @@ def main() -> None:
     scores("all points", points, hosts, factor, rows=True)
     if prompts:
         scores("long prompts", prompts, hosts, factor, rows=True)
+    if given.write:
+        write(given.write, hosts, factor)
+    if given.fit_only:
+        return
     left_out(points, prompts, lambda point: point.system, "system", (hosts, factor))
     left_out(points, prompts, lambda point: (point.isl, point.osl), "lengths", (hosts, factor))
     left_out(points, prompts, lambda point: (point.system, point.isl, point.osl), "series", (hosts, factor))
-    if given.write:
-        write(given.write, hosts, factor)
 
 
 if __name__ == "__main__":
