@@ -192,3 +192,11 @@ def test_arrivals_as_given() -> None:
     assert served.arrival_s.tolist() == [3.0, 0.5]
     assert served.finish_s[1] < 3.0 < served.first_token_s[0]
     assert math.isfinite(served.finish_s[0])
+
+
+def test_an_idle_instance_sets_aside_as_at_first() -> None:
+    own = replace(RULES, admission=OPTIMISTIC)
+    instance = Instance(Requests((5, 5), (60, 2), (0.0, 50.0)), Affine(), own)
+    instance.run()
+    # 59 steps of the first request do not count, the one of the second does.
+    assert instance.reserve == pytest.approx(0.75 - (0.75 - 0.125) / 64)
