@@ -10,8 +10,10 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "casting.prediction": ["Prediction"],
-        "api": ["cast", "sweep"],
+        "api": ["cast", "serve", "sweep"],
         "errors": ["CastoffError", "CastoffWarning"],
+        "serving.result": ["ServeResult"],
+        "serving.workload": ["Arrivals", "ClosedLoop"],
         "spec.hit_profile": ["Hits"],
         "spec.offload": ["Offload"],
         "spec.scenario": ["Compilation", "Mtp", "Parallel", "Quant", "Scenario", "Workload"],

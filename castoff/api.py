@@ -1,4 +1,4 @@
-"""The Python API: `cast` one scenario, `sweep` many."""
+"""The Python API: `cast` one scenario, `sweep` many, `serve` requests with an instance."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from castoff.casting import sweep as sweeping
 from castoff.casting.prediction import Prediction
 from castoff.casting.price import Measured
 from castoff.casting.sweep import SweepResult
+from castoff.serving import serve as serving
+from castoff.serving.result import ServeResult
+from castoff.serving.workload import Load
 from castoff.spec.device import Device, load_device
 from castoff.spec.model import ModelSpec, load_model
-from castoff.spec.scenario import Scenario
+from castoff.spec.scenario import Parallel, Scenario
 
 
 def cast(
@@ -43,3 +46,22 @@ def sweep(
     model = load_model(model) if isinstance(model, str) else model
     device = load_device(device) if isinstance(device, str) else device
     return sweeping.sweep(model, device, scenario or Scenario(), axes)
+
+
+def serve(
+    model: str | ModelSpec, device: str | Device, scenario: Scenario | None = None, *, workload: Load
+) -> ServeResult:
+    """Predict time to first token and time per output token of one instance under load.
+
+        serve("zai-org/GLM-5-FP8", "h200_sxm", Scenario(parallel=Parallel(num_devices=8, tp_size=8), backend="sglang"),
+              workload=ClosedLoop(concurrency=32, prompt_tokens=1024, output_tokens=1024))
+
+    scenario: the deployment; its own `workload` does not count. None: one device with the formats that `sglang` takes
+    by default. workload: a `ClosedLoop`, or `Arrivals` at given times.
+    Raises CastoffError for a backend without [serving], a deployment that cannot run, and where weights leave no room
+    for caches or a request is longer than all of it.
+    """
+    model = load_model(model) if isinstance(model, str) else model
+    device = load_device(device) if isinstance(device, str) else device
+    scenario = scenario or serving.as_served(serving.DEFAULT_BACKEND, device, model, Parallel())
+    return serving.serve(model, device, scenario, workload)

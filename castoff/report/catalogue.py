@@ -12,6 +12,7 @@ from rich.text import Text
 from castoff.errors import CastoffError
 from castoff.model.weights import model_parameters
 from castoff.report.grid import facts_table, table
+from castoff.report.serving_details import serving_rows
 from castoff.report.units import bandwidth, count, flops_rate, gib_text, microseconds
 from castoff.spec.backend import Backend, shipped_backends
 from castoff.spec.device import Device, LinkTier, shipped_devices
@@ -193,6 +194,8 @@ def backend_details(backend: Backend) -> list[Table | Text]:
             f"{curve.vector_efficiency:g}, memory {curve.memory_efficiency:g}, gather {curve.gather_efficiency:g}"
         )
         made.add_row(f"curve {family}", figures, f"{curve.origin}: {curve.source}")
+    for row in serving_rows(backend.serving) if backend.serving else ():
+        made.add_row(*row)
     return [made]
 
 

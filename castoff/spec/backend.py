@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from castoff.spec.fits import Fit, read_fit
+from castoff.spec.serving import ServingCost, read_serving, serving_sources
 from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_fits, shipped_names
 
 Origin = Literal["measured", "calibrated", "analytic", "assumed"]
@@ -96,6 +97,7 @@ class Backend:
         activations of the tokens that the rank computes; 0 where the file does not say.
     host_rows: None where what the device says is taken.
     fits: kernels that are fitted to measurements, by their names; they go before curves.
+    serving: None where the file does not say how the stack serves.
     sources: each section of the file to its source.
     """
 
@@ -113,6 +115,7 @@ class Backend:
     prompt_hidden_states: float = 0.0
     host_rows: HostRows | None = None
     fits: Mapping[str, Fit] = field(default_factory=dict, hash=False)
+    serving: ServingCost | None = None
     sources: Mapping[str, str] = field(hash=False)
 
     def curve(self, family: str) -> Curve:
@@ -165,7 +168,9 @@ def _stacked(layers: Sequence[Table]) -> Table:
 
 
 def _read_backend(table: Table) -> Backend:
-    table.only(("name", "description", "stack", "host_s_per_step", "collectives", "host_link", "curves", "fits"))
+    table.only(
+        ("name", "description", "stack", "host_s_per_step", "collectives", "host_link", "curves", "fits", "serving")
+    )
     stack = table.table("stack")
     held = "prompt_hidden_states"
     stack.only(
@@ -177,6 +182,7 @@ def _read_backend(table: Table) -> Backend:
     host_rows = _read_host_rows(table.table("host_link")) if "host_link" in table.values else None
     curves = _read_curves(table.table("curves"))
     fits = _read_fits(table.table("fits")) if "fits" in table.values else {}
+    serving = read_serving(table.table("serving"), ORIGINS) if "serving" in table.values else None
     return Backend(
         name=table.text("name"),
         description=table.text("description"),
@@ -192,6 +198,7 @@ def _read_backend(table: Table) -> Backend:
         prompt_hidden_states=stack.at_least_zero(held) if held in stack.values else 0.0,
         host_rows=host_rows,
         fits=fits,
+        serving=serving,
         sources={
             "stack": stack.text("source"),
             "host_s_per_step": host.text("source"),
@@ -199,6 +206,7 @@ def _read_backend(table: Table) -> Backend:
             **({} if host_rows is None else {"host_link": host_rows.source}),
             **{f"curves.{family}": curve.source for family, curve in curves.items()},
             **{f"fits.{kernel}": fit.source for kernel, fit in fits.items()},
+            **({} if serving is None else serving_sources(serving)),
         },
     )
 

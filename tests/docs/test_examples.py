@@ -47,6 +47,13 @@ def test_readme_python() -> None:
     assert set(table.reasons) == {None}  # type: ignore[attr-defined]
 
 
+def test_serving_python() -> None:
+    (code,) = blocks("docs/serving.md", "python")
+    names: dict[str, object] = {}
+    exec(compile(code, "docs/serving.md", "exec"), names)
+    assert names["result"].summary.capacity_bound  # type: ignore[attr-defined]
+
+
 def test_transformers_python(capsys: pytest.CaptureFixture[str]) -> None:
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():

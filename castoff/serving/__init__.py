@@ -1,0 +1,1 @@
+"""Serving: an event simulation of one instance under load."""

@@ -1,0 +1,202 @@
+"""Seconds of passes: tables that one vectorised cast fills, read between their knots, and the host's time on top.
+
+A decode step has the time of the graph that holds it: of more requests, padding included, with the same cache rows in
+all. A prompt's pass has the time of equal prompts with the same new tokens and the same mean context.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from castoff.casting.deployment import Deployment
+from castoff.casting.rank import cast_batch
+from castoff.dims import Array
+from castoff.spec.backend import Origin
+from castoff.spec.scenario import RequestClass
+from castoff.spec.serving import ServingCost, ServingSystem
+
+# A pass is longer than its share of a knot to the next by more than a straight line says, so knots of tokens are close.
+TOKEN_RATIO = 2**0.5
+LEAST_PASS_TOKENS = 64
+CONTEXT_KNOTS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTable:
+    """Device seconds of a decode step, by requests and mean context. graphs: the largest number of requests with a
+    graph; numbers above it are knots between which times are read."""
+
+    requests: tuple[int, ...]
+    contexts: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    graphs: int
+
+    def sum_s(self, requests: int, context: float, growth: float, steps: int) -> float:
+        """Seconds of that many steps."""
+        at = min(bisect_left(self.requests, requests), len(self.requests) - 1)
+        padded = self.requests[at]
+        if requests >= padded or padded <= self.graphs:
+            share = requests / padded
+            return self._row_s(at, context * share, growth * share, steps)
+        below = self.requests[at - 1]
+        weight = (requests - below) / (padded - below)
+        low, high = (self._row_s(row, context, growth, steps) for row in (at - 1, at))
+        return (1 - weight) * low + weight * high
+
+    def _row_s(self, row: int, context: float, growth: float, steps: int) -> float:
+        """The sum over steps whose context grows evenly, piece by piece between knots, on each of which it is a sum of
+        an arithmetic series."""
+        knots, seconds = self.contexts, self.seconds[row]
+        last = len(knots) - 2
+        total, done = 0.0, 0
+        while done < steps:
+            here = context + growth * done
+            piece = min(max(bisect_right(knots, here) - 1, 0), last)
+            count = steps - done
+            if piece < last and growth > 0:
+                count = min(count, max(1, math.ceil((knots[piece + 1] - here) / growth)))
+            slope = (seconds[piece + 1] - seconds[piece]) / (knots[piece + 1] - knots[piece])
+            first = seconds[piece] + slope * (here - knots[piece])
+            total += count * (first + slope * growth * (count - 1) / 2)
+            done += count
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTable:
+    """Device seconds of a prompt's pass, by new tokens, mean context and requests (indices N, C, R).
+
+    requests: their logarithms to base 2.
+    """
+
+    tokens: tuple[float, ...]
+    contexts: tuple[float, ...]
+    requests: tuple[float, ...]
+    seconds_NCR: tuple[tuple[tuple[float, ...], ...], ...] = field(repr=False)
+
+    def pass_s(self, tokens: int, context: float, requests: int) -> float:
+        """Seconds of one pass."""
+        total = 0.0
+        along_requests = _ends(self.requests, math.log2(requests))
+        along_contexts = _ends(self.contexts, context)
+        for at_token, token_share in _ends(self.tokens, tokens):
+            for at_context, context_share in along_contexts:
+                row = self.seconds_NCR[at_token][at_context]
+                for at_request, request_share in along_requests:
+                    total += token_share * context_share * request_share * row[at_request]
+        return total
+
+
+def _ends(knots: Sequence[float], value: float) -> tuple[tuple[int, float], ...]:
+    """The two knots beside a value, or nearest to it, and their shares in a straight line."""
+    if len(knots) == 1:
+        return ((0, 1.0),)
+    at = min(max(bisect_right(knots, value) - 1, 0), len(knots) - 2)
+    weight = (value - knots[at]) / (knots[at + 1] - knots[at])
+    return (at, 1 - weight), (at + 1, weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackSteps:
+    """Passes of a stack: the device's time and the host's. layers: of a pass, draft calls included."""
+
+    decode: DecodeTable
+    prefill: PrefillTable
+    layers: int
+    serving: ServingCost
+    system: ServingSystem
+    origin: Origin
+
+    def decode_s(self, requests: int, context: float, growth: float, steps: int) -> float:
+        """Seconds of that many decode steps. Op by op, the host may take longer than the device."""
+        device_s = self.decode.sum_s(requests, context, growth, steps)
+        if requests > self.decode.graphs:
+            device_s = max(device_s, steps * self.floor_s)
+        return device_s + steps * self.system.host_s_per_decode_step
+
+    def prefill_s(self, tokens: int, context: float, requests: int) -> float:
+        """Seconds of a prompt's pass, with the part of the host's time in which decodes wait."""
+        device_s = self.serving.prefill_factor * self.prefill.pass_s(tokens, context, requests)
+        stall_s = self.serving.host_prefill_stall_share * self.system.host_s_per_prefill
+        return max(device_s, self.floor_s) + stall_s
+
+    @property
+    def floor_s(self) -> float:
+        """What the host needs to launch a pass op by op."""
+        return self.layers * self.system.prefill_floor_s_per_layer
+
+    @property
+    def delay_s(self) -> float:
+        """The part of the host's time that passes before a request is in the queue."""
+        return (1 - self.serving.host_prefill_stall_share) * self.system.host_s_per_prefill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How far tables reach: tokens of the longest request and of the longest prompt's rows, requests at a time."""
+
+    longest_tokens: int
+    requests: int
+    chunk_tokens: int
+
+
+def without_host(deployment: Deployment) -> Deployment:
+    """The same with a host that takes no time: serving has a figure of its own for it."""
+    backend = replace(deployment.pricing.backend, host_s_per_step={"prefill": 0.0, "decode": 0.0})
+    return replace(deployment, pricing=replace(deployment.pricing, backend=backend))
+
+
+def decode_table(deployment: Deployment, extent: Extent, graph_batches: Sequence[int]) -> tuple[DecodeTable, Origin]:
+    """Cast decode steps of every batch that has a graph, up to those at hand, and of larger ones."""
+    ranks = deployment.setup.mesh.dp.size
+    most = -(-extent.requests // ranks)
+    sizes = [batch for batch in graph_batches if batch <= most]
+    if len(sizes) < len(graph_batches) and (not sizes or sizes[-1] < most):
+        sizes.append(graph_batches[len(sizes)])
+    graphs = sizes[-1]
+    while sizes[-1] < most:
+        sizes.append(min(2 * sizes[-1], most))
+    contexts = _knots(extent.longest_tokens, CONTEXT_KNOTS, deployment.setup.topk_limit)
+    query = 1 + deployment.setup.mtp.num_mtp_tokens
+    count_RC, context_RC = (grid.ravel() for grid in np.meshgrid(np.array(sizes) * ranks, contexts, indexing="ij"))
+    result = cast_batch(without_host(deployment), [RequestClass(count_RC, context_RC, query)])
+    seconds_RC = np.broadcast_to(result.latency_s, count_RC.shape).reshape(len(sizes), len(contexts))
+    rows = tuple(tuple(row) for row in seconds_RC.tolist())
+    return DecodeTable(tuple(size * ranks for size in sizes), tuple(contexts.tolist()), rows, graphs * ranks), (
+        result.origin
+    )
+
+
+def prefill_table(deployment: Deployment, extent: Extent) -> tuple[PrefillTable, Origin]:
+    """Cast passes of up to a whole chunk over prompts that are all alike."""
+    count = 1 + math.ceil(math.log(max(extent.chunk_tokens / LEAST_PASS_TOKENS, 1)) / math.log(TOKEN_RATIO))
+    tokens = np.unique(np.round(np.geomspace(min(LEAST_PASS_TOKENS, extent.chunk_tokens), extent.chunk_tokens, count)))
+    contexts = _knots(extent.longest_tokens, CONTEXT_KNOTS, deployment.setup.topk_limit)
+    most = min(extent.requests, extent.chunk_tokens)
+    requests = 2.0 ** np.arange(1 + math.ceil(math.log2(most)))
+    shape = (len(tokens), len(contexts), len(requests))
+    tokens_X, context_X, requests_X = (grid.ravel() for grid in np.meshgrid(tokens, contexts, requests, indexing="ij"))
+    # More requests than tokens stand for as many as there are tokens.
+    requests_X = np.minimum(requests_X, tokens_X)
+    result = cast_batch(without_host(deployment), [RequestClass(requests_X, context_X, tokens_X / requests_X)])
+    seconds_NCR = np.broadcast_to(result.latency_s, tokens_X.shape).reshape(shape).tolist()
+    table = PrefillTable(
+        tokens=tuple(tokens.tolist()),
+        contexts=tuple(contexts.tolist()),
+        requests=tuple(np.log2(requests).tolist()),
+        seconds_NCR=tuple(tuple(tuple(row) for row in plane) for plane in seconds_NCR),
+    )
+    return table, result.origin
+
+
+def _knots(most: int, count: int, bend: int | None) -> Array:
+    """0 and lengths up to `most`, closer where they are short, with the one from which attention costs no more."""
+    knots = np.concatenate([[0.0], np.geomspace(min(256, most), most, count - 1)])
+    if bend is not None and bend < most:
+        knots = np.append(knots, float(bend))
+    return np.unique(np.round(knots))
