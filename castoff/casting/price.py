@@ -111,16 +111,17 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     A kernel that the backend has a fit for costs what the fit says; all other parts are one by the family's curve.
     """
     work, fits = call.work, pricing.backend.fits
-    fitted = [kernel for kernel in work.kernels if kernel.curve in fits and _is_covered(kernel, work, pricing)]
-    rest = without_kernels(work, fitted) if fitted else work
-    prices = [_fitted_price(kernel, fits[kernel.curve], pricing.device) for kernel in fitted]
+    known = [(kernel, kernel.known_curve(fits)) for kernel in work.kernels] if fits else []
+    fitted = [(kernel, fits[curve]) for kernel, curve in known if curve and _is_covered(kernel, work, pricing)]
+    rest = without_kernels(work, [kernel for kernel, _ in fitted]) if fitted else work
+    prices = [_fitted_price(kernel, fit, pricing.device) for kernel, fit in fitted]
     if rest.parts or rest.collectives or not prices:
         prices.append(_curve_price(call.family, rest, pricing))
     price = _one_after_the_other(prices, _units(work))
     if pricing.measured is not None and is_measurable(call):
-        known = pricing.measured.seconds.get(call_key(call))
-        if known is not None:
-            return Price(known, price.terms, "measured", price.units)
+        seconds = pricing.measured.seconds.get(call_key(call))
+        if seconds is not None:
+            return Price(seconds, price.terms, "measured", price.units)
     return price
 
 
