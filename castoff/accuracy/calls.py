@@ -87,28 +87,32 @@ def gemm(site: Rows, _: Pricing) -> list[OpCall]:
 
 
 def moe(site: Rows, pricing: Pricing) -> list[OpCall]:
-    """Routed experts of one rank, the one with most rows: they sorted by expert, both products, the weighted sum."""
+    """Routed experts of one rank, the one with most rows: its rows by expert, both products, the weighted sum.
+
+    Without a dispatch every rank has all copies of the tokens, sorts and sums them, and multiplies its own.
+    """
     form = GEMM_FORMATS[site.word("moe_dtype")]
     hidden, width = site.number("hidden_size"), site.number("inter_size") // site.number("moe_tp_size")
     experts, chosen, ranks = site.number("num_experts"), site.number("topk"), site.number("moe_ep_size")
     local, tokens = -(-experts // ranks), site.dim("num_tokens")
     skew = _skew(site.word("distribution"))
     load = skewed_load(tokens, experts, chosen, ranks, skew) if skew else even_load(tokens, experts, chosen, ranks)
-    own, layer = load.rows / tokens, ExpertLayer(hidden, experts, skew)
+    layer = ExpertLayer(hidden, experts, skew)
 
     def body(recorder: Recorder) -> None:
         gate_up, down = (
             _weight(recorder, form, *shape, experts=local) for shape in ((2 * width, hidden), (hidden, width))
         )
-        experts_TK = recorder.tensor(tokens, own, dtype="int32")
+        experts_TK = recorder.tensor(tokens, chosen, dtype="int32")
         rows_RD, order_R, counts_E = moe_permute(recorder.tensor(tokens, hidden), experts_TK, local)
-        rows_RD = quantize(rows_RD, gate_up)
+        rows_RD = quantize(rows_RD.view(load.rows, hidden), gate_up)
         if "grouped_matmul_swiglu" in pricing.backend.fusions:
             hidden_RI = grouped_matmul_swiglu(rows_RD, gate_up, counts_E, load.touched, layer)
         else:
             hidden_RI = quantize(swiglu(grouped_matmul(rows_RD, gate_up, counts_E, load.touched, layer)), down)
         out_RD = grouped_matmul(hidden_RI, down, counts_E, load.touched, layer)
-        moe_unpermute(out_RD, recorder.tensor(tokens, own, dtype="fp32"), order_R)
+        all_RD = out_RD.view(tokens * chosen, hidden)
+        moe_unpermute(all_RD, recorder.tensor(tokens, chosen, dtype="fp32"), order_R)
 
     return _recorded(body)
 

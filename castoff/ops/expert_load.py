@@ -77,19 +77,18 @@ def _drawn_load(uniform_DE: Array, tokens: int, experts_per_token: int, ranks: i
     power = 1.0 - skew if skew != 1.0 else 1e-6
     drawn_DE = ((high**power - low**power) * uniform_DE + low**power) ** (1 / power)
     rows_DE = np.round(drawn_DE / drawn_DE.sum(axis=1, keepdims=True) * rows)
-    for rows_E in rows_DE:
-        _balance(rows_E, rows)
+    for rows_E, drawn_E in zip(rows_DE, drawn_DE, strict=True):
+        _balance(rows_E, np.argsort(-drawn_E), rows)
     rows_DRE = rows_DE.reshape(len(rows_DE), ranks, -1)
     busiest_DE = rows_DRE[np.arange(len(rows_DE)), rows_DRE.sum(axis=2).argmax(axis=1)]
     return float(busiest_DE.sum(axis=1).mean()), float((busiest_DE > 0).sum(axis=1).mean())
 
 
-def _balance(rows_E: Array, rows: int) -> None:
+def _balance(rows_E: Array, order_E: Array, rows: int) -> None:
     """Make rounded loads sum up, in place: one row more for the largest, or one less for the smallest."""
-    order_E = np.argsort(-rows_E, kind="stable")
     missing = int(rows - rows_E.sum())
     if missing > 0:
-        rows_E[order_E] += missing // len(rows_E)
+        rows_E += missing // len(rows_E)
         rows_E[order_E[: missing % len(rows_E)]] += 1
     while missing < 0:
         smallest = order_E[::-1]
