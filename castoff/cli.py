@@ -58,7 +58,7 @@ from castoff.report.tables import step_tables
 from castoff.runtime import convert as converting
 from castoff.runtime import generate
 from castoff.runtime.options import RunOptions
-from castoff.spec.backend import Backend, load_backend, shipped_backends
+from castoff.spec.backend import Backend, backend_fits, load_backend, shipped_backends
 from castoff.spec.device import Device, load_device, shipped_devices
 from castoff.spec.model import ModelSpec, load_model, shipped_models
 from castoff.spec.quant import LinearAction
@@ -213,7 +213,7 @@ def show(
     found: ModelSpec | Device | Backend
     if name in shipped_backends() or (name.endswith(".toml") and "curves" in read_toml(Path(name)).values):
         found = load_backend(name)
-        details = catalogue.backend_details(found)
+        details = catalogue.backend_details(found, backend_fits(name))
     elif name in shipped_devices() or name.endswith(".toml"):
         found = load_device(name)
         details = catalogue.device_details(found)

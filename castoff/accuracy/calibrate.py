@@ -11,7 +11,8 @@ import numpy as np
 from castoff.accuracy.fit import Samples, Slot, as_fit, fit, validate
 from castoff.accuracy.ops import recorded_site
 from castoff.accuracy.series import KINDS, Series
-from castoff.accuracy.stages import STAGES, Stage
+from castoff.accuracy.stage import Stage
+from castoff.accuracy.stages import STAGES
 from castoff.accuracy.tables import TableFile, find_tables, read_rows
 from castoff.casting.price import Pricing, price_call
 from castoff.dims import Array

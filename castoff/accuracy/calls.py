@@ -21,8 +21,8 @@ from castoff.model.setup import resolve_setup
 from castoff.model.weights import RankWeights
 from castoff.ops.attention import AttentionSizes, absorb_query, expand_value
 from castoff.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from castoff.ops.lengths import Lengths
 from castoff.ops.expert_load import ExpertLayer, even_load, skewed_load
+from castoff.ops.lengths import Lengths
 from castoff.ops.linear import QUANTIZE, Activations, Quantized, Weight, linear, quantize
 from castoff.ops.moe import (
     grouped_matmul,

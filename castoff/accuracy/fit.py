@@ -212,7 +212,7 @@ def _fit_correction(
         if not own:
             continue
         total_N = _total(group, model, recipes, device)
-        slots_s = [_slot_s(slot, model[curve], recipe, device) for slot in own]
+        slots_s = [np.asarray(_slot_s(slot, model[curve], recipe, device)) for slot in own]
         own_N = sum(slots_s)
         share_N = own_N / total_N
         designs.append(_mixed([_design(slot, recipe, device) for slot in own], [each / own_N for each in slots_s]))

@@ -25,7 +25,7 @@ _COPIES = replace(_SMALL, held=frozenset({"launch_s"}))
 _EXPERT_KNOTS = {
     "rows_per_expert": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096),
     "touched": (1, 4, 16, 64, 256),
-    "area": (1e6, 3e6, 1e7, 3e7),
+    "area": (4e5, 1e6, 3e6, 1e7, 3e7),
     "skew": (1, 2),
 }
 _SMOOTH = Robustness(ridge=1e-6, smooth=1e-5)
@@ -83,8 +83,8 @@ PRODUCT_STAGES: tuple[Stage, ...] = (
         sites=_EXPERT_SITES,
         recipes={
             "grouped_fp8_block_256x6144": Recipe(form="grouped_fp8", knots=_EXPERT_KNOTS),
-            **{curve: _SMALL for curve in ("quantize_fp8_block", "swiglu")},
-            **{curve: _COPIES for curve in ("permute", "weighted_sum")},
+            **dict.fromkeys(("quantize_fp8_block", "swiglu"), _SMALL),
+            **dict.fromkeys(("permute", "weighted_sum"), _COPIES),
         },
         how=_SMOOTH,
     ),

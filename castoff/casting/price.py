@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -218,6 +219,33 @@ def _units(work: Work) -> tuple[str, ...]:
 _LINK_ORIGINS: Mapping[str, Origin] = {"measured": "measured", "datasheet": "analytic", "assumed": "assumed"}
 
 Prices = Mapping[Block, tuple[Price, ...]]
+
+
+def any_extrapolated(prices: Prices) -> bool | Array:
+    """Whether a call of a step is priced beyond the sizes that a fit was made from."""
+    result: bool | Array = False
+    for price in itertools.chain.from_iterable(prices.values()):
+        result = result | price.extrapolated
+    return result
+
+
+def beyond_ranges(call: OpCall, pricing: Pricing) -> dict[str, dict[str, float]]:
+    """The fitted kernels of a call of one scenario that lie beyond what was fitted: by curve, the sizes that do."""
+    fits, work = pricing.backend.fits, call.work
+    found: dict[str, dict[str, float]] = {}
+    for kernel in work.kernels:
+        curve = kernel.known_curve(fits)
+        if curve is None or not _is_covered(kernel, work, pricing):
+            continue
+        ranges = fits[curve].ranges
+        outside = {
+            name: float(kernel.sizes[name])
+            for name, (least, most) in ranges.items()
+            if not least <= float(kernel.sizes[name]) <= most
+        }
+        if outside:
+            found[curve] = outside
+    return found
 
 
 def price_program(program: Program, pricing: Pricing) -> Prices:

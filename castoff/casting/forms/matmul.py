@@ -1,4 +1,4 @@
-"""Forms of matrix products: (m, k) times (k, n), by compute and bytes, or by the tiles that are dealt to cores in waves."""
+"""Forms of matrix products, (m, k) times (k, n): by compute and bytes, or by tiles that are dealt to cores in waves."""
 
 from __future__ import annotations
 
