@@ -211,7 +211,7 @@ def show(
 ) -> None:
     """Show one model, or one device or backend with the source of every figure."""
     found: ModelSpec | Device | Backend
-    if name in shipped_backends() or (name.endswith(".toml") and "curves" in read_toml(Path(name)).values):
+    if name in shipped_backends() or (name.endswith(".toml") and _is_backend(Path(name))):
         found = load_backend(name)
         details = catalogue.backend_details(found, backend_fits(name))
     elif name in shipped_devices() or name.endswith(".toml"):
@@ -226,6 +226,10 @@ def show(
         write_json(json, found)
     else:
         print_text(render(*details))
+
+
+def _is_backend(path: Path) -> bool:
+    return not {"curves", "extends"}.isdisjoint(read_toml(path).values)
 
 
 def shapes(

@@ -169,6 +169,8 @@ def _fit_coefficients(
 def gauss_newton(residual: Callable[[Array], Array], start_P: Array, how: Robustness) -> Array:
     """Arguments with the least robust sum of squares: Levenberg-Marquardt steps with Huber's weights."""
     at_P: Array = start_P.copy()
+    if not len(start_P):
+        return at_P
     damping = 1e-2
     prior = how.prior * len(residual(start_P))
 

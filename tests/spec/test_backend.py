@@ -66,7 +66,7 @@ def load_text(folder: Path, text: str) -> Backend:
 
 
 def test_what_is_shipped() -> None:
-    assert shipped_backends() == ("ascend", "cann-ge", "cann-npugraph_ex", "castoff", "nvidia")
+    assert shipped_backends() == ("ascend", "cann-ge", "cann-npugraph_ex", "castoff", "nvidia", "sglang", "vllm")
 
 
 @pytest.mark.parametrize("name", shipped_backends())
