@@ -25,7 +25,10 @@ def accuracy_ops(
         Parameter(metavar="DIR", help="Measured tables, at data/SYSTEM/FAMILY/BACKEND/VERSION/NAME_perf.parquet."),
     ],
     backend: Annotated[
-        str | None, Parameter(help="What prices the rows: a known name or a file; each device's own by default.")
+        str | None,
+        Parameter(
+            help="What prices the rows: a known name or a file. By default the one named like the stack of each table."
+        ),
     ] = None,
     json: JsonTarget = None,
 ) -> None:

@@ -58,7 +58,7 @@ from castoff.report.tables import step_tables
 from castoff.runtime import convert as converting
 from castoff.runtime import generate
 from castoff.runtime.options import RunOptions
-from castoff.spec.backend import Backend, load_backend, shipped_backends
+from castoff.spec.backend import Backend, backend_fits, load_backend, shipped_backends
 from castoff.spec.device import Device, load_device, shipped_devices
 from castoff.spec.model import ModelSpec, load_model, shipped_models
 from castoff.spec.quant import LinearAction
@@ -211,9 +211,9 @@ def show(
 ) -> None:
     """Show one model, or one device or backend with the source of every figure."""
     found: ModelSpec | Device | Backend
-    if name in shipped_backends() or (name.endswith(".toml") and "curves" in read_toml(Path(name)).values):
+    if name in shipped_backends() or (name.endswith(".toml") and _is_backend(Path(name))):
         found = load_backend(name)
-        details = catalogue.backend_details(found)
+        details = catalogue.backend_details(found, backend_fits(name))
     elif name in shipped_devices() or name.endswith(".toml"):
         found = load_device(name)
         details = catalogue.device_details(found)
@@ -226,6 +226,10 @@ def show(
         write_json(json, found)
     else:
         print_text(render(*details))
+
+
+def _is_backend(path: Path) -> bool:
+    return not {"curves", "extends"}.isdisjoint(read_toml(path).values)
 
 
 def shapes(

@@ -11,7 +11,8 @@ import numpy as np
 from castoff.accuracy.fit import Samples, Slot, as_fit, fit, validate
 from castoff.accuracy.ops import recorded_site
 from castoff.accuracy.series import KINDS, Series
-from castoff.accuracy.stages import STAGES, Stage
+from castoff.accuracy.stage import Stage
+from castoff.accuracy.stages import STAGES
 from castoff.accuracy.tables import TableFile, find_tables, read_rows
 from castoff.casting.price import Pricing, price_call
 from castoff.dims import Array
@@ -66,7 +67,8 @@ def calibrate(
         progress(done, len(stages))
         known = replace(pricing, backend=replace(pricing.backend, fits=fits))
         own = [file for file in files if file.name in stage.tables]
-        groups = list(samples(stage, own, known))
+        # A stage is for stacks that no earlier one has given its kernels.
+        groups = [] if fits.keys() >= stage.recipes.keys() else list(samples(stage, own, known))
         if not groups:
             continue
         result, found = _run(stage, own, groups, pricing)
@@ -127,16 +129,18 @@ def _site_samples(
         slots: list[Slot] = []
         fixed_s = np.zeros(len(rows))
         for call in recorded:
-            kernels = [kernel for kernel in call.work.kernels if kernel.curve in stage.recipes]
-            slots += [_slot(kernel, len(rows)) for kernel in kernels]
+            kernels = [kernel for kernel in call.work.kernels if kernel.known_curve(stage.recipes) is not None]
+            slots += [_slot(kernel, stage, len(rows)) for kernel in kernels]
             fixed_s = fixed_s + _rest_s(call, kernels, pricing)
         if slots:
             yield Samples(tuple(slots), fixed_s, rows.latency_s, site_N[site])
 
 
-def _slot(kernel: Kernel, rows: int) -> Slot:
+def _slot(kernel: Kernel, stage: Stage, rows: int) -> Slot:
+    curve = kernel.known_curve(stage.recipes)
+    assert curve is not None
     sizes = {name: np.array(np.broadcast_to(size, rows), dtype=np.float64) for name, size in kernel.sizes.items()}
-    return Slot(kernel.curve, sizes)
+    return Slot(curve, sizes)
 
 
 def _rest_s(call: OpCall, kernels: Sequence[Kernel], pricing: Pricing) -> Array | float:

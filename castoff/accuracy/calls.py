@@ -21,10 +21,10 @@ from castoff.model.setup import resolve_setup
 from castoff.model.weights import RankWeights
 from castoff.ops.attention import AttentionSizes, absorb_query, expand_value
 from castoff.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from castoff.ops.expert_load import ExpertLayer, even_load, skewed_load
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import QUANTIZE, Activations, Quantized, Weight, linear, quantize
 from castoff.ops.moe import (
-    expected_experts_touched,
     grouped_matmul,
     grouped_matmul_swiglu,
     moe_permute,
@@ -87,31 +87,44 @@ def gemm(site: Rows, _: Pricing) -> list[OpCall]:
 
 
 def moe(site: Rows, pricing: Pricing) -> list[OpCall]:
-    """Routed experts of one rank: its share of the rows sorted by expert, both products, the weighted sum.
+    """Routed experts of one rank, the one with most rows: its rows by expert, both products, the weighted sum.
 
-    The rank gets the mean number of rows, however the load is distributed.
+    Without a dispatch every rank has all copies of the tokens, sorts and sums them, and multiplies its own.
     """
     form = GEMM_FORMATS[site.word("moe_dtype")]
     hidden, width = site.number("hidden_size"), site.number("inter_size") // site.number("moe_tp_size")
     experts, chosen, ranks = site.number("num_experts"), site.number("topk"), site.number("moe_ep_size")
     local, tokens = -(-experts // ranks), site.dim("num_tokens")
+    skew = _skew(site.word("distribution"))
+    load = skewed_load(tokens, experts, chosen, ranks, skew) if skew else even_load(tokens, experts, chosen, ranks)
+    layer = ExpertLayer(hidden, experts, skew)
 
     def body(recorder: Recorder) -> None:
         gate_up, down = (
             _weight(recorder, form, *shape, experts=local) for shape in ((2 * width, hidden), (hidden, width))
         )
-        touched = expected_experts_touched(tokens, experts, chosen, local)
-        experts_TK = recorder.tensor(tokens, chosen / ranks, dtype="int32")
+        experts_TK = recorder.tensor(tokens, chosen, dtype="int32")
         rows_RD, order_R, counts_E = moe_permute(recorder.tensor(tokens, hidden), experts_TK, local)
-        rows_RD = quantize(rows_RD, gate_up)
+        rows_RD = quantize(rows_RD.view(load.rows, hidden), gate_up)
         if "grouped_matmul_swiglu" in pricing.backend.fusions:
-            hidden_RI = grouped_matmul_swiglu(rows_RD, gate_up, counts_E, touched)
+            hidden_RI = grouped_matmul_swiglu(rows_RD, gate_up, counts_E, load.touched, layer)
         else:
-            hidden_RI = quantize(swiglu(grouped_matmul(rows_RD, gate_up, counts_E, touched)), down)
-        out_RD = grouped_matmul(hidden_RI, down, counts_E, touched)
-        moe_unpermute(out_RD, recorder.tensor(tokens, chosen / ranks, dtype="fp32"), order_R)
+            hidden_RI = quantize(swiglu(grouped_matmul(rows_RD, gate_up, counts_E, load.touched, layer)), down)
+        out_RD = grouped_matmul(hidden_RI, down, counts_E, load.touched, layer)
+        all_RD = out_RD.view(tokens * chosen, hidden)
+        moe_unpermute(all_RD, recorder.tensor(tokens, chosen, dtype="fp32"), order_R)
 
     return _recorded(body)
+
+
+def _skew(distribution: str) -> float:
+    """The exponent of `power_law_1.2`; 0 for `balanced`."""
+    if distribution == "balanced":
+        return 0.0
+    try:
+        return float(distribution.removeprefix("power_law_"))
+    except ValueError:
+        raise CastoffError(f"castoff has no distribution {distribution}") from None
 
 
 def custom_all_reduce(site: Rows, _: Pricing) -> list[OpCall]:

@@ -2,7 +2,7 @@
 
 A row's time is the sum of its calls' times. Coefficients are found by robust Gauss-Newton steps on the logarithms of
 times and coefficients; what is left goes, by robust ridge regression, to a grid of log-factors. Axes: N rows,
-P coefficients, B grid points and features.
+P coefficients, C points of the grid that a row lies between, F features, B grid points and features.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from castoff.spec.device import Device
 from castoff.spec.fits import Correction, Fit
 
 LEAST_SECONDS = 1e-12
+TAIL_WIDTH = 0.06
+# Of neighbouring knots, in log units: knots on both sides of a step are close, and the step may be steep.
+LEAST_DISTANCE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +75,16 @@ class Recipe:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Robustness:
     """huber: errors beyond this many log units count less. prior: pull of each coefficient to its start, per row.
-    ridge: pull of the correction to none, per row."""
+    ridge: pull of the correction to none, per row. smooth: pull of neighbouring points of its grid to each other, per
+    row. tail: how much more those rows count in the correction whose errors are near `tail_edge`, a 90 % quantile."""
 
     huber: float = 0.05
     prior: float = 1e-6
     ridge: float = 1e-3
+    smooth: float = 0.0
     correction_huber: float = 0.03
+    tail: float = 0.0
+    tail_edge: float = 0.15
     most_rows: int = 6000
     steps: int = 40
 
@@ -111,8 +118,7 @@ def _slot_s(slot: Slot, fitted: Fitted, recipe: Recipe, device: Device) -> Dim:
     seconds = form.times(slot.sizes, fitted.coefficients, device).seconds
     if fitted.correction is None and not fitted.features:
         return seconds
-    logarithm_N: Array = _design(slot, recipe, device) @ _factors(fitted)
-    return seconds * np.exp(logarithm_N)
+    return seconds * np.exp(_design(slot, recipe, device).logarithm(_factors(fitted)))
 
 
 def _factors(fitted: Fitted) -> Array:
@@ -163,6 +169,8 @@ def _fit_coefficients(
 def gauss_newton(residual: Callable[[Array], Array], start_P: Array, how: Robustness) -> Array:
     """Arguments with the least robust sum of squares: Levenberg-Marquardt steps with Huber's weights."""
     at_P: Array = start_P.copy()
+    if not len(start_P):
+        return at_P
     damping = 1e-2
     prior = how.prior * len(residual(start_P))
 
@@ -206,13 +214,13 @@ def _fit_correction(
         if not own:
             continue
         total_N = _total(group, model, recipes, device)
-        own_N = sum(_slot_s(slot, model[curve], recipe, device) for slot in own)
+        slots_s = [np.asarray(_slot_s(slot, model[curve], recipe, device)) for slot in own]
+        own_N = sum(slots_s)
         share_N = own_N / total_N
-        designs.append(_design(own[0], recipe, device))
+        designs.append(_mixed([_design(slot, recipe, device) for slot in own], [each / own_N for each in slots_s]))
         targets.append(np.log(group.measured_s / total_N) / share_N)
         shares.append(share_N)
-    design_NB, target_N, share_N = np.concatenate(designs), np.concatenate(targets), np.concatenate(shares)
-    factors_B = _ridge(design_NB, target_N, share_N**2, how)
+    factors_B = _ridge(_stacked(designs), np.concatenate(targets), np.concatenate(shares) ** 2, recipe, how)
     shape = tuple(len(places) for places in recipe.knots.values())
     size = int(np.prod(shape)) if recipe.knots else 0
     names = _feature_names(recipe, groups, curve, device)
@@ -236,43 +244,132 @@ def _feature_names(recipe: Recipe, groups: Sequence[Samples], curve: str, device
     return tuple(recipe.formula.features(slot.sizes, device))
 
 
-def _design(slot: Slot, recipe: Recipe, device: Device) -> Array:
-    """What multiplies the log-factors of each row: weights of the grid's points, then features."""
+@dataclass(frozen=True, slots=True)
+class _Design:
+    """What multiplies the log-factors of each row: weights of the grid's points that it lies between, and features.
+
+    size: of the grid.
+    """
+
+    size: int
+    points_NC: Array
+    weights_NC: Array
+    features_NF: Array
+
+    def logarithm(self, factors_B: Array) -> Array:
+        grid_N = (self.weights_NC * factors_B[self.points_NC]).sum(axis=1)
+        logarithm_N: Array = grid_N + self.features_NF @ factors_B[self.size :]
+        return logarithm_N
+
+    def normal(self, weight_N: Array) -> Array:
+        """Sums over rows of weighted products of what multiplies any two factors: (B, B)."""
+        size, features = self.size, self.features_NF.shape[1]
+        normal_BB = np.zeros((size + features, size + features))
+        pairs = self.points_NC[:, :, None] * size + self.points_NC[:, None, :]
+        products = self.weights_NC[:, :, None] * self.weights_NC[:, None, :] * weight_N[:, None, None]
+        normal_BB[:size, :size] = np.bincount(pairs.ravel(), products.ravel(), minlength=size**2).reshape(size, size)
+        crossed = [self._on_grid(weight_N * column) for column in self.features_NF.T]
+        for place, column in enumerate(crossed, start=size):
+            normal_BB[:size, place] = normal_BB[place, :size] = column
+        normal_BB[size:, size:] = self.features_NF.T @ (self.features_NF * weight_N[:, None])
+        return normal_BB
+
+    def against(self, values_N: Array) -> Array:
+        """Sums over rows of values times what multiplies each factor: (B,)."""
+        return np.concatenate([self._on_grid(values_N), self.features_NF.T @ values_N])
+
+    def _on_grid(self, values_N: Array) -> Array:
+        return np.bincount(
+            self.points_NC.ravel(), (self.weights_NC * values_N[:, None]).ravel(), minlength=self.size
+        ).astype(np.float64)
+
+
+def _design(slot: Slot, recipe: Recipe, device: Device) -> _Design:
     form = recipe.formula
     rows = len(next(iter(slot.sizes.values())))
-    columns = []
+    points, weights, size = [], [], 0
     if recipe.knots:
         axes = form.axes(slot.sizes)
         places = [corner_weights(np.log(knots), axes[name]) for name, knots in recipe.knots.items()]
         shape = tuple(len(knots) for knots in recipe.knots.values())
-        grid_NB = np.zeros((rows, int(np.prod(shape))))
+        size = int(np.prod(shape))
         for corners in product((0, 1), repeat=len(places)):
             weight_N = np.ones(rows)
             at: list[Array] = []
             for (low, share), corner in zip(places, corners, strict=True):
                 weight_N = weight_N * (share if corner else 1 - share)
                 at.append(np.broadcast_to(low + corner, rows))
-            grid_NB[np.arange(rows), np.ravel_multi_index(at, shape)] += weight_N
-        columns.append(grid_NB)
-    if recipe.features:
-        features = form.features(slot.sizes, device).values()
-        columns.append(np.stack([np.broadcast_to(values, rows) for values in features], axis=1))
-    return np.concatenate(columns, axis=1)
+            points.append(np.ravel_multi_index(at, shape))
+            weights.append(weight_N)
+    features = form.features(slot.sizes, device).values() if recipe.features else ()
+    return _Design(
+        size,
+        np.stack(points, axis=1) if points else np.zeros((rows, 0), dtype=np.int64),
+        np.stack(weights, axis=1) if weights else np.zeros((rows, 0)),
+        np.stack([np.broadcast_to(values, rows) for values in features], axis=1) if features else np.zeros((rows, 0)),
+    )
 
 
-def _ridge(design_NB: Array, target_N: Array, weight_N: Array, how: Robustness) -> Array:
-    scale_B = design_NB.std(axis=0) + 1e-9
-    scaled_NB = design_NB / scale_B
+def _mixed(designs: Sequence[_Design], shares: Sequence[Array]) -> _Design:
+    """The design of rows that have a curve more than once, by each one's share of their time."""
+    weighted = [(design, share_N[:, None]) for design, share_N in zip(designs, shares, strict=True)]
+    return _Design(
+        designs[0].size,
+        np.concatenate([design.points_NC for design in designs], axis=1),
+        np.concatenate([design.weights_NC * share_N1 for design, share_N1 in weighted], axis=1),
+        sum((design.features_NF * share_N1 for design, share_N1 in weighted), np.zeros_like(designs[0].features_NF)),
+    )
+
+
+def _stacked(designs: Sequence[_Design]) -> _Design:
+    """Rows of several groups; those of groups with fewer points are filled up with points that count nothing."""
+    most = max(design.points_NC.shape[1] for design in designs)
+
+    def filled(values_NC: Array) -> Array:
+        return np.pad(values_NC, ((0, 0), (0, most - values_NC.shape[1])))
+
+    return _Design(
+        designs[0].size,
+        np.concatenate([filled(design.points_NC) for design in designs]),
+        np.concatenate([filled(design.weights_NC) for design in designs]),
+        np.concatenate([design.features_NF for design in designs]),
+    )
+
+
+def _ridge(design: _Design, target_N: Array, weight_N: Array, recipe: Recipe, how: Robustness) -> Array:
+    mean_B = design.against(np.ones(len(target_N))) / len(target_N)
+    variance_B = np.diag(design.normal(np.ones(len(target_N)))) / len(target_N) - mean_B**2
+    penalty_BB = how.ridge * np.diag(variance_B + 1e-9)
+    if how.smooth:
+        penalty_BB[: design.size, : design.size] += how.smooth * _roughness(recipe)
     robust_N = weight_N
-    factors_B: Array = np.zeros(design_NB.shape[1])
+    factors_B: Array = np.zeros(len(penalty_BB))
     for _ in range(8):
-        penalty = how.ridge * robust_N.sum() * np.eye(len(scale_B))
-        normal = scaled_NB.T @ (scaled_NB * robust_N[:, None]) + penalty
-        factors_B = np.linalg.solve(normal, scaled_NB.T @ (robust_N * target_N))
-        error_N = abs(target_N - scaled_NB @ factors_B)
-        robust_N = weight_N * how.correction_huber / np.maximum(error_N, how.correction_huber)
-    unscaled_B: Array = factors_B / scale_B
-    return unscaled_B
+        normal_BB = design.normal(robust_N) + penalty_BB * robust_N.sum()
+        factors_B = np.linalg.solve(normal_BB, design.against(robust_N * target_N))
+        error_N = abs(target_N - design.logarithm(factors_B))
+        robust_N = how.correction_huber / np.maximum(error_N, how.correction_huber)
+        if how.tail:
+            robust_N = robust_N + how.tail * np.exp(-0.5 * ((error_N - how.tail_edge) / TAIL_WIDTH) ** 2)
+        robust_N = weight_N * robust_N
+    return factors_B
+
+
+def _roughness(recipe: Recipe) -> Array:
+    """A quadratic form of a grid: squares of the differences of neighbours over their distances, which count as at
+    least `LEAST_DISTANCE`."""
+    shape = tuple(len(knots) for knots in recipe.knots.values())
+    points = np.arange(np.prod(shape)).reshape(shape)
+    rough_BB = np.zeros((points.size, points.size))
+    for axis, knots in enumerate(recipe.knots.values()):
+        rows = np.moveaxis(points, axis, 0)
+        for low, distance in enumerate(np.maximum(np.diff(np.log(knots)), LEAST_DISTANCE)):
+            a, b = rows[low].ravel(), rows[low + 1].ravel()
+            rough_BB[a, a] += 1 / distance
+            rough_BB[b, b] += 1 / distance
+            rough_BB[a, b] -= 1 / distance
+            rough_BB[b, a] -= 1 / distance
+    return rough_BB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

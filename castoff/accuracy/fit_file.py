@@ -10,7 +10,7 @@ import numpy as np
 from castoff.accuracy.calibrate import Calibration
 from castoff.spec.fits import Correction, Fit
 
-DIGITS, CORRECTION_DECIMALS, NUMBERS_PER_LINE = 6, 3, 16
+DIGITS, CORRECTION_DECIMALS, NUMBERS_PER_LINE = 6, 2, 20
 
 
 def fits_toml(result: Calibration) -> str:
@@ -48,7 +48,8 @@ def _correction_lines(kernel: str, correction: Correction) -> Iterator[str]:
     yield "values = ["
     rounded = [_short(round(float(value), CORRECTION_DECIMALS)) for value in correction.values.ravel()]
     for start in range(0, len(rounded), NUMBERS_PER_LINE):
-        yield "  " + ", ".join(rounded[start : start + NUMBERS_PER_LINE]) + ","
+        # There are many of them, so without spaces.
+        yield ",".join(rounded[start : start + NUMBERS_PER_LINE]) + ","
     yield "]"
 
 

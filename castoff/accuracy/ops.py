@@ -17,7 +17,7 @@ from castoff.casting.price import Pricing, price_call
 from castoff.dims import Array, Dim, some
 from castoff.errors import CastoffError
 from castoff.ops.program import OpCall
-from castoff.spec.backend import CollectiveCost, Curve, load_backend
+from castoff.spec.backend import CollectiveCost, Curve, fitted_device, load_backend, shipped_backends
 from castoff.spec.device import load_device, shipped_devices
 
 WORST_ROWS = 3
@@ -84,7 +84,10 @@ Progress = Callable[[int, int], None]
 def ops_accuracy(
     directory: Path, *, backend: str | None = None, progress: Progress = lambda done, whole: None
 ) -> OpsAccuracy:
-    """Score the tables of a directory. backend: None takes that of each device. Raises CastoffError."""
+    """Score the tables of a directory. Raises CastoffError.
+
+    backend: None takes for each table the one that is called like the stack that was measured, else the device's own.
+    """
     files = find_tables(directory)
     if backend is not None:
         load_backend(backend)
@@ -102,12 +105,16 @@ def score_file(file: TableFile, backend: str | None) -> Iterator[TableAccuracy]:
     missing = NOT_MAPPED if kind is None else None
     if file.system not in shipped_devices():
         missing = f"castoff has no device {file.system}"
+    fitted_on = None if backend is None else fitted_device(backend)
+    if missing is None and fitted_on not in (None, file.system):
+        missing = f"{backend} is fitted on {fitted_on}"
     if kind is None or missing is not None:
         rows = count_rows(file)
         yield _unscored(file, file.name, rows, {missing or NOT_MAPPED: rows})
         return
     device = load_device(file.system)
-    pricing = Pricing(device, load_backend(backend or device.default_backend, device.name))
+    name = backend or (file.backend if file.backend in shipped_backends() else device.default_backend)
+    pricing = Pricing(device, load_backend(name, device.name))
     check_fits(pricing.backend)
     for series in kind.series(file, read_rows(file, kind.words, kind.numbers)):
         yield score_series(file, series, pricing)

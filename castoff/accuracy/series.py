@@ -89,7 +89,9 @@ def _near_host_floor(rows: Rows) -> Array:
 
 
 def _moe(_: TableFile, rows: Rows) -> Iterator[Series]:
-    sites = ("moe_dtype", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
+    sites = (
+        "moe_dtype", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size", "distribution",
+    )  # fmt: skip
     for dtype, own in _by_word(rows, "moe_dtype"):
         is_glm = np.ones(len(own), dtype=bool)
         for name, value in GLM_EXPERTS.items():

@@ -23,6 +23,9 @@ from castoff.spec.fits import Fit
 Terms = tuple[Dim, Dim, Dim]
 """Seconds of (compute, vector, memory), each as if it had the op to itself."""
 
+# Fits are evaluated once per value where at most this share of the scenarios have different ones.
+MOST_DISTINCT = 0.25
+
 
 def parts_terms(parts: Sequence[Part], curve: Curve, device: Device) -> Terms:
     """Terms of parts that are one kernel, without its launch and its communication."""
@@ -64,19 +67,46 @@ class FittedTimes:
 
 def fitted_times(kernel: Kernel, fit: Fit, device: Device) -> FittedTimes:
     """Time of a kernel by a fit: the form's, times what measurements were off it at the nearest sizes fitted."""
+    sizes, places = _distinct(kernel.sizes)
+    result = _fitted_times(sizes, fit, device)
+    if places is None:
+        return result
+    times, inside = result.times, result.inside
+    spread = [amount[places] if isinstance(amount, np.ndarray) else amount for amount in _amounts(times)]
+    return FittedTimes(Times(*spread), inside[places] if isinstance(inside, np.ndarray) else inside)
+
+
+def _amounts(times: Times) -> tuple[Dim, ...]:
+    return times.seconds, times.compute_s, times.memory_s, times.launch_s
+
+
+def _distinct(sizes: Mapping[str, Dim]) -> tuple[Mapping[str, Dim], Array | None]:
+    """The sizes with each value once, and where the scenarios' values are among them: where one size alone differs
+    among scenarios, and few of its values do."""
+    arrays = {name: size for name, size in sizes.items() if isinstance(size, np.ndarray) and size.size > 1}
+    if len(arrays) != 1:
+        return sizes, None
+    ((name, values),) = arrays.items()
+    distinct, places = np.unique(values, return_inverse=True)
+    if len(distinct) > values.size * MOST_DISTINCT:
+        return sizes, None
+    return {**sizes, name: distinct}, places.reshape(values.shape)
+
+
+def _fitted_times(sizes: Mapping[str, Dim], fit: Fit, device: Device) -> FittedTimes:
     form = FORMS[fit.form]
-    times = form.times(kernel.sizes, fit.coefficients, device)
+    times = form.times(sizes, fit.coefficients, device)
     inside: bool | Array = True
     for name, (least, most) in fit.ranges.items():
-        size = kernel.sizes[name]
+        size = sizes[name]
         inside = inside & (size >= least) & (size <= most)
     if fit.correction is None and not fit.features:
         return FittedTimes(times, inside)
     logarithm: Dim = 0.0
     if fit.correction is not None:
-        logarithm = log_factor(fit.correction, form.axes(kernel.sizes))
+        logarithm = log_factor(fit.correction, form.axes(sizes))
     if fit.features:
-        terms = form.features(kernel.sizes, device)
+        terms = form.features(sizes, device)
         for name, factor in fit.features.items():
             logarithm = logarithm + factor * terms[name]
     scale = np.exp(logarithm)

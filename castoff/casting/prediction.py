@@ -11,7 +11,7 @@ from castoff.casting.footprint import Footprint
 from castoff.casting.hits import Pool
 from castoff.casting.largest import Largest, largest_that_fits
 from castoff.casting.offload import OffloadFigures, offload_figures
-from castoff.casting.price import BOUNDS, Bound, Measured
+from castoff.casting.price import BOUNDS, Bound, Measured, Pricing, beyond_ranges
 from castoff.casting.rank import Cast, cast_batch, stall_s
 from castoff.dims import largest
 from castoff.errors import CastoffError
@@ -19,6 +19,9 @@ from castoff.spec.backend import Backend
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
 from castoff.spec.scenario import Compilation, Mode, Scenario, request_classes
+
+# Kernels that one note names.
+MOST_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +101,30 @@ def cast(model: ModelSpec, device: Device, scenario: Scenario, *, measured: Meas
         largest=fits,
         stall_s=float(stall_s(result, deployment.pricing)) if scenario.offload.offloads else 0.0,
         offload=None if deployment.pool is None else offload_figures(result, deployment, fits.max_batch_per_device),
-        notes=(*deployment.notes, *_notes(model, scenario.compilation, result, deployment.pool)),
+        notes=(
+            *deployment.notes,
+            *_notes(model, scenario.compilation, result, deployment.pool),
+            *_extrapolations(result, deployment.pricing),
+        ),
     )
+
+
+def _extrapolations(result: Cast, pricing: Pricing) -> list[str]:
+    """A note on the kernels that are priced beyond the sizes that their fits were made from."""
+    found: dict[str, str] = {}
+    calls = 0
+    for block, count in result.program.counts.items():
+        for call, price in zip(block.calls, result.prices[block], strict=True):
+            if price.extrapolated:
+                beyond = beyond_ranges(call, pricing)
+                calls += count * len(beyond)
+                for curve, sizes in beyond.items():
+                    found.setdefault(curve, " ".join(f"{name}={size:,.6g}" for name, size in sizes.items()))
+    if not found:
+        return []
+    named = "; ".join(f"{curve} {sizes}" for curve, sizes in list(found.items())[:MOST_NAMED])
+    rest = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return [f"{calls:,} kernels lie beyond the ranges fitted: {named}{rest}"]
 
 
 def _notes(model: ModelSpec, compilation: Compilation, result: Cast, pool: Pool | None) -> list[str]:

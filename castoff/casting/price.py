@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -111,16 +112,17 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     A kernel that the backend has a fit for costs what the fit says; all other parts are one by the family's curve.
     """
     work, fits = call.work, pricing.backend.fits
-    fitted = [kernel for kernel in work.kernels if kernel.curve in fits and _is_covered(kernel, work, pricing)]
-    rest = without_kernels(work, fitted) if fitted else work
-    prices = [_fitted_price(kernel, fits[kernel.curve], pricing.device) for kernel in fitted]
+    known = [(kernel, kernel.known_curve(fits)) for kernel in work.kernels] if fits else []
+    fitted = [(kernel, fits[curve]) for kernel, curve in known if curve and _is_covered(kernel, work, pricing)]
+    rest = without_kernels(work, [kernel for kernel, _ in fitted]) if fitted else work
+    prices = [_fitted_price(kernel, fit, pricing.device) for kernel, fit in fitted]
     if rest.parts or rest.collectives or not prices:
         prices.append(_curve_price(call.family, rest, pricing))
     price = _one_after_the_other(prices, _units(work))
     if pricing.measured is not None and is_measurable(call):
-        known = pricing.measured.seconds.get(call_key(call))
-        if known is not None:
-            return Price(known, price.terms, "measured", price.units)
+        seconds = pricing.measured.seconds.get(call_key(call))
+        if seconds is not None:
+            return Price(seconds, price.terms, "measured", price.units)
     return price
 
 
@@ -217,6 +219,33 @@ def _units(work: Work) -> tuple[str, ...]:
 _LINK_ORIGINS: Mapping[str, Origin] = {"measured": "measured", "datasheet": "analytic", "assumed": "assumed"}
 
 Prices = Mapping[Block, tuple[Price, ...]]
+
+
+def any_extrapolated(prices: Prices) -> bool | Array:
+    """Whether a call of a step is priced beyond the sizes that a fit was made from."""
+    result: bool | Array = False
+    for price in itertools.chain.from_iterable(prices.values()):
+        result = result | price.extrapolated
+    return result
+
+
+def beyond_ranges(call: OpCall, pricing: Pricing) -> dict[str, dict[str, float]]:
+    """The fitted kernels of a call of one scenario that lie beyond what was fitted: by curve, the sizes that do."""
+    fits, work = pricing.backend.fits, call.work
+    found: dict[str, dict[str, float]] = {}
+    for kernel in work.kernels:
+        curve = kernel.known_curve(fits)
+        if curve is None or not _is_covered(kernel, work, pricing):
+            continue
+        ranges = fits[curve].ranges
+        outside = {
+            name: float(kernel.sizes[name])
+            for name, (least, most) in ranges.items()
+            if not least <= float(kernel.sizes[name]) <= most
+        }
+        if outside:
+            found[curve] = outside
+    return found
 
 
 def price_program(program: Program, pricing: Pricing) -> Prices:

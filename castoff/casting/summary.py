@@ -29,11 +29,13 @@ class OpSummary:
     """All calls of one op (and, if asked for, of one set of shapes).
 
     bound: the term that the calls' time is counted for most. terms_s: seconds of every term of BOUNDS on its own.
+    extrapolated: calls with a kernel beyond the sizes that its fit was made from.
     shapes: input shapes and how many calls have them.
     """
 
     name: str
     calls: int = 0
+    extrapolated: int = 0
     total_s: float = 0.0
     flops: float = 0.0
     bytes: float = 0.0
@@ -82,6 +84,7 @@ def _add(summary: OpSummary, call: OpCall, price: Price, shapes: str, prediction
     work = call.work
     seconds = count * float(price.seconds)
     summary.calls += count
+    summary.extrapolated += count * bool(price.extrapolated)
     summary.total_s += seconds
     summary.flops += count * float(work.flops)
     summary.bytes += count * float(work.bytes)

@@ -13,7 +13,7 @@ import numpy as np
 
 from castoff.casting.deployment import Deployment, resolve
 from castoff.casting.hits import Pool, check_hit_rate, check_pool_tokens
-from castoff.casting.price import BOUNDS
+from castoff.casting.price import BOUNDS, any_extrapolated
 from castoff.casting.rank import Cast, cast_batch, stall_s
 from castoff.dims import Array
 from castoff.errors import CastoffError
@@ -44,6 +44,7 @@ class SweepResult:
     fits is False, and bound is −1. latency_s in seconds. device_bytes: everything on the fullest device; kv_bytes: the
     latent and the indexer cache on the device; host_bytes: of the latent cache in host memory, per device. stall_s: how
     much of the latency is due to the link to it. bound indexes `bound_names`. origins: of a row's latency.
+    extrapolated: whether a kernel lies beyond the sizes that its fit was made from.
     """
 
     structures: tuple[Mapping[str, Any], ...]
@@ -61,6 +62,7 @@ class SweepResult:
     stall_s: Array = field(repr=False)
     fits: Array = field(repr=False)
     bound: Array = field(repr=False)
+    extrapolated: Array = field(repr=False)
     bound_names: tuple[str, ...] = BOUNDS
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -88,6 +90,7 @@ class SweepResult:
                     "fits": bool(self.fits[at]),
                     "bound": self.bound_names[int(self.bound[at])],
                     "origin": self.origins[row],
+                    "extrapolated": bool(self.extrapolated[at]),
                     "reason": None,
                 }
 
@@ -179,6 +182,7 @@ def _figures(result: Cast) -> dict[str, Any]:
         "host_bytes": memory.host_kv_bytes,
         "fits": memory.fits,
         "bound": result.bound,
+        "extrapolated": any_extrapolated(result.prices),
     }
 
 
@@ -195,7 +199,7 @@ FIGURES: Mapping[str, Any] = dict.fromkeys(
         "stall_s",
     ),
     np.nan,
-) | {"fits": False, "bound": -1}
+) | {"fits": False, "bound": -1, "extrapolated": False}
 """Figures of a sweep, and what a structure that cannot run has for them."""
 
 

@@ -6,7 +6,7 @@ and gets them back. Without it every rank of the experts' TP group computes all 
 
 from __future__ import annotations
 
-from castoff.dims import Dim, minimum
+from castoff.dims import Dim, maximum, minimum
 from castoff.model.attention import Weights
 from castoff.model.inputs import StepInputs
 from castoff.model.setup import Setup
@@ -21,6 +21,7 @@ from castoff.ops.collectives import (
     split_tokens,
 )
 from castoff.ops.dispatch import exchange_counts
+from castoff.ops.expert_load import ExpertLayer, ExpertLoad, skewed_load
 from castoff.ops.linear import Activations, Weight, linear, quantize
 from castoff.ops.moe import (
     expected_experts_touched,
@@ -144,22 +145,38 @@ def _local_rows(setup: Setup, group_tokens: Dim) -> Dim:
     mean = tokens * chosen / (mesh.ep.size - mesh.shared_expert_ranks)
     # No rank can get more than one copy per token and local expert.
     most = tokens * min(chosen, mesh.experts_per_rank)
+    if setup.expert_load_alpha:
+        mean = maximum(mean, _skewed_load(setup, group_tokens).rows / mesh.moe_tp.size)
     return minimum(mean * mesh.parallel.expert_load_imbalance, most)
+
+
+def _skewed_load(setup: Setup, tokens: Dim) -> ExpertLoad:
+    mesh, moe_spec = setup.mesh, setup.model.moe
+    ranks = mesh.ep.size - mesh.shared_expert_ranks
+    return skewed_load(
+        tokens, ranks * mesh.experts_per_rank, moe_spec.num_experts_per_tok, ranks, setup.expert_load_alpha
+    )
 
 
 def _experts(setup: Setup, weights: Weights, rows_RD: Activations, counts_E: Tensor, *, tokens: Dim) -> Tensor:
     """The two grouped products on this rank's rows; `tokens` is how many chose experts."""
     gate_up, down = weights["mlp.experts.gate_up_proj"], weights["mlp.experts.down_proj"]
-    touched = _touched(setup, tokens)
+    touched, layer = _touched(setup, tokens), _expert_layer(setup)
     rows_RD = quantize(rows_RD, gate_up)
     if "grouped_matmul_swiglu" in setup.fusions:
-        hidden_RI = grouped_matmul_swiglu(rows_RD, gate_up, counts_E, touched)
+        hidden_RI = grouped_matmul_swiglu(rows_RD, gate_up, counts_E, touched, layer)
     else:
-        hidden_RI = quantize(swiglu(grouped_matmul(rows_RD, gate_up, counts_E, touched)), down)
-    return grouped_matmul(hidden_RI, down, counts_E, touched)
+        hidden_RI = quantize(swiglu(grouped_matmul(rows_RD, gate_up, counts_E, touched, layer)), down)
+    return grouped_matmul(hidden_RI, down, counts_E, touched, layer)
+
+
+def _expert_layer(setup: Setup) -> ExpertLayer:
+    return ExpertLayer(setup.model.hidden_size, setup.model.moe.n_routed_experts, setup.expert_load_alpha)
 
 
 def _touched(setup: Setup, tokens: Dim) -> Dim:
+    if setup.expert_load_alpha:
+        return _skewed_load(setup, tokens).touched
     moe_spec = setup.model.moe
     return expected_experts_touched(
         tokens, moe_spec.n_routed_experts, moe_spec.num_experts_per_tok, setup.mesh.experts_per_rank

@@ -20,7 +20,8 @@ class Setup:
     """One structure: model, groups, number formats, speculation, fusions.
 
     fusions: those that the backend has and the compilation options allow. unquantized: linear layers that the
-    backend keeps in bf16. stage_starts: first layer of every pipeline stage.
+    backend keeps in bf16. stage_starts: first layer of every pipeline stage. expert_load_alpha: exponent of the power
+    law of the experts' loads; 0 where tokens choose all alike.
     """
 
     model: ModelSpec
@@ -38,6 +39,7 @@ class Setup:
     sequence_parallel: bool
     quantized_dispatch: bool
     stage_starts: tuple[int, ...]
+    expert_load_alpha: float = 0.0
 
     @property
     def topk_limit(self) -> int | None:

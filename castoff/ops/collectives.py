@@ -15,7 +15,7 @@ from castoff.dims import Dim, ceil_div, maximum
 from castoff.ops.linear import Activations, Quantized, Weight, parts_of, product_part, sum_bytes
 from castoff.ops.moe import SWIGLU_OPERATIONS, grouped_part
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
-from castoff.ops.work import Collective, CollectiveKind, Part, Work
+from castoff.ops.work import Collective, CollectiveKind, Kernel, Part, Work
 from castoff.spec.mesh import Group
 from castoff.spec.quant import LinearFormat
 
@@ -41,7 +41,9 @@ def _work(call: OpCall) -> Work:
     sent, held = call.tensor(0).bytes, call.outputs[0].bytes
     # The busiest rank of an uneven all_to_all may receive more than it sends.
     message = {"all_gather": held, "all_to_all": maximum(sent, held)}.get(kind, sent)
-    return Work(collectives=(Collective(kind, message, call.attributes["group"]),))
+    group: Group = call.attributes["group"]
+    kernel = Kernel(kind, (), {"bytes": message, "ranks": float(group.size)})
+    return Work(collectives=(Collective(kind, message, group),), kernels=(kernel,))
 
 
 def _all_reduce_reference(x: Tensor, *, group: Group) -> tuple[Tensor]:

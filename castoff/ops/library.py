@@ -16,6 +16,7 @@ import lazy_loader as lazy
 
 from castoff.ops.attention import AttentionSizes
 from castoff.ops.dsa_indexer import IndexerSizes
+from castoff.ops.expert_load import ExpertLayer
 from castoff.ops.mlapo import MlapoSizes
 from castoff.ops.offload_plan import PoolSizes
 from castoff.ops.program import Op, Tensor, torch_dtype
@@ -25,7 +26,8 @@ from castoff.spec.quant import CacheFormat, LinearFormat
 torch = lazy.load("torch")
 
 _CLASSES = {
-    cls.__name__: cls for cls in (AttentionSizes, CacheFormat, IndexerSizes, LinearFormat, MlapoSizes, PoolSizes)
+    cls.__name__: cls
+    for cls in (AttentionSizes, CacheFormat, ExpertLayer, IndexerSizes, LinearFormat, MlapoSizes, PoolSizes)
 }
 
 

@@ -104,9 +104,13 @@ def _quantize_shapes(x_TI: Abstract, *, format: LinearFormat) -> Shapes:
 
 def _quantize_work(call: OpCall) -> Work:
     x_TI = call.tensor(0)
-    operations = call.attributes["format"].quantize_operations
+    form: LinearFormat = call.attributes["format"]
     moved = x_TI.bytes + sum_bytes(call.outputs)
-    return Work((Part("quantize", vector_flops=operations * x_TI.elements, bytes=moved),))
+    curve = f"quantize_{form.name if form.dynamic else form.activation_dtype}"
+    return Work(
+        (Part("quantize", vector_flops=form.quantize_operations * x_TI.elements, bytes=moved),),
+        kernels=(Kernel(curve, ("quantize",), {"bytes": moved}),),
+    )
 
 
 def _dynamic_quantize_reference(x_TI: Tensor, *, format: LinearFormat) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import lazy_loader as lazy
 
 from castoff.dims import Dim, minimum
+from castoff.ops.expert_load import ExpertLayer
 from castoff.ops.linear import Activations, Quantized, Weight, parts_of, sum_bytes
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor, dtype_name, torch_dtype
 from castoff.ops.quantization import quantize_activations, quantized_product
-from castoff.ops.work import Part, Work
+from castoff.ops.work import DTYPE_BYTES, Kernel, Part, Work
 from castoff.spec.model import MoeSpec
 from castoff.spec.quant import LinearFormat
 
@@ -24,6 +25,11 @@ SWIGLU_OPERATIONS = 5
 def expected_experts_touched(tokens: Dim, experts: int, experts_per_token: int, local_experts: int) -> Dim:
     """Experts of this rank that get a row when `tokens` tokens choose uniformly: E_local·(1 − (1 − k/E)^t)."""
     return local_experts * (1 - (1 - experts_per_token / experts) ** tokens)
+
+
+def _stream(part: str, moved: Dim) -> Kernel:
+    """A small kernel that streams what it moves, under the name of its part."""
+    return Kernel(part, (part,), {"bytes": moved})
 
 
 def _gate_shapes(x_TD: Abstract, *_: Abstract, experts_per_token: int, appended: int, **__: object) -> Shapes:
@@ -99,7 +105,7 @@ def _permute_shapes(x_TD: Abstract, experts_TK: Abstract, *, num_experts: int) -
 def _permute_work(call: OpCall) -> Work:
     x_TD, experts_TK = call.tensor(0), call.tensor(1)
     moved = x_TD.bytes + experts_TK.bytes + sum_bytes(call.outputs)
-    return Work((Part("permute", vector_flops=experts_TK.elements, bytes=moved),))
+    return Work((Part("permute", vector_flops=experts_TK.elements, bytes=moved),), kernels=(_stream("permute", moved),))
 
 
 def _permute_reference(x_TD: Tensor, experts_TK: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,7 +132,10 @@ def _unpermute_shapes(rows_RD: Abstract, weights_TK: Abstract, order_R: Abstract
 def _unpermute_work(call: OpCall) -> Work:
     rows_RD, weights_TK, order_R = call.tensor(0), call.tensor(1), call.tensor(2)
     moved = rows_RD.bytes + weights_TK.bytes + order_R.bytes + call.outputs[0].bytes
-    return Work((Part("weighted_sum", vector_flops=2 * rows_RD.elements, bytes=moved),))
+    return Work(
+        (Part("weighted_sum", vector_flops=2 * rows_RD.elements, bytes=moved),),
+        kernels=(_stream("weighted_sum", moved),),
+    )
 
 
 def _unpermute_reference(rows_RD: Tensor, weights_TK: Tensor, order_R: Tensor) -> tuple[Tensor]:
@@ -144,12 +153,24 @@ def moe_unpermute(rows_RD: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tenso
     return MOE_UNPERMUTE(rows_RD, weights_TK, order_R)[0]
 
 
-def _grouped_shapes(rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, *, touched: Dim | None) -> Shapes:
+def _grouped_shapes(
+    rows_RI: Abstract,
+    weight_EOI: Abstract,
+    counts_E: Abstract,
+    *,
+    touched: Dim | None,
+    layer: ExpertLayer | None = None,
+) -> Shapes:
     return (((rows_RI.shape[0], weight_EOI.shape[1]), dtype_name(rows_RI)),)
 
 
 def _grouped_swiglu_shapes(
-    rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, *, touched: Dim | None
+    rows_RI: Abstract,
+    weight_EOI: Abstract,
+    counts_E: Abstract,
+    *,
+    touched: Dim | None,
+    layer: ExpertLayer | None = None,
 ) -> Shapes:
     return (((rows_RI.shape[0], _swiglu_width(weight_EOI)), dtype_name(rows_RI)),)
 
@@ -157,6 +178,7 @@ def _grouped_swiglu_shapes(
 def _grouped_quant_shapes(
     rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, rows_scales: Abstract | None,
     weight_scales: Abstract, *, format: LinearFormat, dtype: str, touched: Dim | None,
+    layer: ExpertLayer | None = None,
 ) -> Shapes:  # fmt: skip
     return (((rows_RI.shape[0], weight_EOI.shape[1]), dtype),)
 
@@ -164,6 +186,7 @@ def _grouped_quant_shapes(
 def _grouped_quant_swiglu_shapes(
     rows_RI: Abstract, weight_EOI: Abstract, counts_E: Abstract, rows_scales: Abstract | None,
     weight_scales: Abstract, *, format: LinearFormat, dtype: str, touched: Dim | None,
+    layer: ExpertLayer | None = None,
 ) -> Shapes:  # fmt: skip
     shape = (rows_RI.shape[0], _swiglu_width(weight_EOI))
     if not format.quantizes_activations:
@@ -201,17 +224,39 @@ def _operands(call: OpCall) -> tuple[Abstract | None, Weight]:
 
 def _grouped_work(call: OpCall) -> Work:
     scales, weight = _operands(call)
-    return Work((grouped_part(call.tensor(0), scales, weight, call.attributes["touched"], call.outputs[0].bytes),))
+    part = grouped_part(call.tensor(0), scales, weight, call.attributes["touched"], call.outputs[0].bytes)
+    return Work((part,), kernels=(_grouped_kernel(call, weight),))
+
+
+def _grouped_kernel(call: OpCall, weight: Weight) -> Kernel:
+    """Kernels are tuned per layer: those that were measured for it go before those that were for others."""
+    experts, out_features, inputs = weight.values.shape
+    layer: ExpertLayer | None = call.attributes.get("layer")
+    sizes: dict[str, Dim] = {
+        "rows": call.tensor(0).shape[0], "touched": minimum(call.attributes["touched"], experts),
+        "n": out_features, "k": inputs, "skew": 1.0 + (layer.skew if layer else 0.0),
+    }  # fmt: skip
+    general = f"grouped_{weight.format_name}"
+    own = f"{general}_{layer.experts}x{layer.hidden_size}" if layer else general
+    return Kernel(own, ("grouped_matmul",), sizes, general)
 
 
 def _grouped_swiglu_work(call: OpCall) -> Work:
     scales, weight = _operands(call)
     part = grouped_part(call.tensor(0), scales, weight, call.attributes["touched"], sum_bytes(call.outputs))
     operations = SWIGLU_OPERATIONS + weight.quantize_operations
-    return Work((part, Part("swiglu", vector_flops=operations * call.outputs[0].elements)))
+    swiglu_part = Part("swiglu", vector_flops=operations * call.outputs[0].elements)
+    # A stack that does not fuse them writes both halves, reads them again, and writes their product.
+    halves = 2 * DTYPE_BYTES["bf16"] * call.outputs[0].elements
+    return Work(
+        (part, swiglu_part),
+        kernels=(_grouped_kernel(call, weight), _stream("swiglu", halves + sum_bytes(call.outputs))),
+    )
 
 
-def _grouped_reference(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, *, touched: Dim | None) -> tuple[Tensor]:
+def _grouped_reference(
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, *, touched: Dim | None, layer: ExpertLayer | None = None
+) -> tuple[Tensor]:
     if rows_RI.is_cuda and torch.cuda.is_current_stream_capturing():
         return (_grouped_on_device(rows_RI, weight_EOI, counts_E),)
     pieces = rows_RI.split(counts_E.tolist())
@@ -231,7 +276,7 @@ def _grouped_on_device(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) ->
 
 
 def _grouped_swiglu_reference(
-    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, *, touched: Dim | None
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, *, touched: Dim | None, layer: ExpertLayer | None = None
 ) -> tuple[Tensor]:
     return _swiglu_reference(*_grouped_reference(rows_RI, weight_EOI, counts_E, touched=touched))
 
@@ -239,6 +284,7 @@ def _grouped_swiglu_reference(
 def _grouped_quant_reference(
     rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, rows_scales: Tensor | None, weight_scales: Tensor,
     *, format: LinearFormat, dtype: str, touched: Dim | None,
+    layer: ExpertLayer | None = None,
 ) -> tuple[Tensor]:  # fmt: skip
     products, start = [rows_RI.new_empty(0, weight_EOI.shape[1], dtype=torch_dtype(dtype))], 0
     for expert, count in enumerate(counts_E.tolist()):
@@ -254,6 +300,7 @@ def _grouped_quant_reference(
 def _grouped_quant_swiglu_reference(
     rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, rows_scales: Tensor | None, weight_scales: Tensor,
     *, format: LinearFormat, dtype: str, touched: Dim | None,
+    layer: ExpertLayer | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (hidden_R2I,) = _grouped_quant_reference(
         rows_RI, weight_EOI, counts_E, rows_scales, weight_scales, format=format, dtype=dtype, touched=touched
@@ -290,32 +337,50 @@ GROUPED_MATMUL_QUANT_SWIGLU = Op(
 )  # fmt: skip
 
 
-def grouped_matmul(rows_RI: Activations, weight: Weight, counts_E: Tensor, touched: Dim | None) -> Tensor:
+def grouped_matmul(
+    rows_RI: Activations, weight: Weight, counts_E: Tensor, touched: Dim | None, layer: ExpertLayer | None = None
+) -> Tensor:
     """Rows of each expert times that expert's weight (E, O, I): (R, O).
 
-    counts_E: rows of each expert, which lie in expert order. touched: experts that are read, for the cast alone.
+    counts_E: rows of each expert, which lie in expert order. touched: experts that are read, and layer: what the
+    product is part of, for the cast alone.
     """
     if weight.is_plain:
-        return GROUPED_MATMUL(rows_RI, weight.values, counts_E, touched=touched)[0]
-    return _call_quantized(GROUPED_MATMUL_QUANT, rows_RI, weight, counts_E, touched)[0]
+        return GROUPED_MATMUL(rows_RI, weight.values, counts_E, touched=touched, layer=layer)[0]
+    return _call_quantized(GROUPED_MATMUL_QUANT, rows_RI, weight, counts_E, touched, layer)[0]
 
 
-def grouped_matmul_swiglu(rows_RI: Activations, weight: Weight, counts_E: Tensor, touched: Dim | None) -> Activations:
+def grouped_matmul_swiglu(
+    rows_RI: Activations, weight: Weight, counts_E: Tensor, touched: Dim | None, layer: ExpertLayer | None = None
+) -> Activations:
     """grouped_matmul with (gate | up) weights and SwiGLU in one kernel; the result is in the weight's input format."""
     if weight.is_plain:
-        return GROUPED_MATMUL_SWIGLU(rows_RI, weight.values, counts_E, touched=touched)[0]
-    values, *scales = _call_quantized(GROUPED_MATMUL_QUANT_SWIGLU, rows_RI, weight, counts_E, touched)
+        return GROUPED_MATMUL_SWIGLU(rows_RI, weight.values, counts_E, touched=touched, layer=layer)[0]
+    values, *scales = _call_quantized(GROUPED_MATMUL_QUANT_SWIGLU, rows_RI, weight, counts_E, touched, layer)
     if not weight.quantizes_activations:
         return values
     return Quantized(values, scales[0] if scales else None, parts_of(rows_RI)[2])
 
 
 def _call_quantized(
-    op: Op, rows_RI: Activations, weight: Weight, counts_E: Tensor, touched: Dim | None
+    op: Op,
+    rows_RI: Activations,
+    weight: Weight,
+    counts_E: Tensor,
+    touched: Dim | None,
+    layer: ExpertLayer | None,
 ) -> tuple[Tensor, ...]:
     values, scales, dtype = parts_of(rows_RI)
     return op(
-        values, weight.values, counts_E, scales, weight.scales, format=weight.format, dtype=dtype, touched=touched
+        values,
+        weight.values,
+        counts_E,
+        scales,
+        weight.scales,
+        format=weight.format,
+        dtype=dtype,
+        touched=touched,
+        layer=layer,
     )
 
 
@@ -326,7 +391,11 @@ def _swiglu_shapes(x_T2I: Abstract) -> Shapes:
 
 def _swiglu_work(call: OpCall) -> Work:
     x_T2I, y_TI = call.tensor(0), call.outputs[0]
-    return Work((Part("swiglu", vector_flops=SWIGLU_OPERATIONS * y_TI.elements, bytes=x_T2I.bytes + y_TI.bytes),))
+    moved = x_T2I.bytes + y_TI.bytes
+    return Work(
+        (Part("swiglu", vector_flops=SWIGLU_OPERATIONS * y_TI.elements, bytes=moved),),
+        kernels=(_stream("swiglu", moved),),
+    )
 
 
 SWIGLU = Op("swiglu", "elementwise", _swiglu_shapes, _swiglu_work, _swiglu_reference)

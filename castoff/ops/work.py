@@ -6,7 +6,7 @@ FLOPs count a multiply-add as two. Bytes are device-memory traffic that the op c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -69,11 +69,17 @@ class Kernel:
 
     curve: the name under which a backend may have a fit for it. parts: names of the parts that it does; none where it
     does the collective. sizes: the numbers that decide its time, by the names that the fit's form asks for.
+    general: the curve of a family of kernels, of which `curve` is one; asked where there is no fit for `curve`.
     """
 
     curve: str
     parts: tuple[str, ...]
     sizes: Mapping[str, Dim]
+    general: str | None = None
+
+    def known_curve(self, curves: Container[str]) -> str | None:
+        """The one of its curves that is among these."""
+        return next((curve for curve in (self.curve, self.general) if curve is not None and curve in curves), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from rich.table import Table
@@ -13,9 +13,10 @@ from castoff.errors import CastoffError
 from castoff.model.weights import model_parameters
 from castoff.report.grid import facts_table, table
 from castoff.report.serving_details import serving_rows
-from castoff.report.units import bandwidth, count, flops_rate, gib_text, microseconds
+from castoff.report.units import bandwidth, count, flops_rate, gib_text, microseconds, percent
 from castoff.spec.backend import Backend, shipped_backends
 from castoff.spec.device import Device, LinkTier, shipped_devices
+from castoff.spec.fits import Fit
 from castoff.spec.model import ALIASES, ModelSpec, shipped_models
 from castoff.spec.model_files import find_config
 from castoff.spec.quant import AttentionAction, cache_format
@@ -169,8 +170,8 @@ def _tier(tier: LinkTier) -> str:
     )
 
 
-def backend_details(backend: Backend) -> list[Table | Text]:
-    """One backend with the source of each figure, for `castoff show`."""
+def backend_details(backend: Backend, fits: Mapping[str, Mapping[str, Fit]]) -> list[Table | Text]:
+    """One backend with the source of each figure, for `castoff show`. fits: by device."""
     made = _sourced(f"{backend.name}: {backend.description}")
     stack, host = backend.sources["stack"], f"{backend.host_origin}: {backend.sources['host_s_per_step']}"
     made.add_row("fusions", ", ".join(sorted(backend.fusions)) or "none", stack)
@@ -196,7 +197,19 @@ def backend_details(backend: Backend) -> list[Table | Text]:
         made.add_row(f"curve {family}", figures, f"{curve.origin}: {curve.source}")
     for row in serving_rows(backend.serving) if backend.serving else ():
         made.add_row(*row)
-    return [made]
+    return [made, *(_fits_table(device, own) for device, own in fits.items())]
+
+
+def _fits_table(device: str, fits: Mapping[str, Fit]) -> Table:
+    """Kernels that are fitted on a device, and how far off were sites left out of the fits."""
+    made = table(f"Fitted on {device}: errors on sites left out", ["kernel", "form", "rows", "median", "p90"], left=2)
+    made.add_column("numbers", justify="right")
+    for kernel, fit in fits.items():
+        grid = 0 if fit.correction is None else fit.correction.values.size
+        numbers = len(fit.coefficients) + len(fit.features) + grid
+        errors = percent(fit.median_abs_error), percent(fit.p90_abs_error)
+        made.add_row(kernel, fit.form, count(fit.rows), *errors, count(numbers))
+    return made
 
 
 def _sourced(title: str) -> Table:

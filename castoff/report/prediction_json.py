@@ -76,6 +76,7 @@ def _op(summary: OpSummary) -> dict[str, Any]:
         "mean_s": summary.mean_s,
         "bound": summary.bound,
         "origin": summary.origin,
+        "extrapolated": summary.extrapolated,
         "flops": number(summary.flops),
         "bytes": number(summary.bytes),
         "terms_s": plain(summary.terms_s),

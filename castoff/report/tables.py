@@ -74,7 +74,7 @@ def _op_table(report: StepReport, ops: Sequence[OpSummary], *, with_shapes: bool
         made.add_column("input shapes", overflow="fold")
     for op in ops:
         cells = [op.name, milliseconds(op.total_s), percent(op.total_s / report.op_s), microseconds(op.mean_s)]
-        cells += [count(op.calls), op.bound, op.origin]
+        cells += [count(op.calls), op.bound, _origin(op)]
         if with_bounds:
             cells += [percent(op.terms_s[bound] / op.total_s) for bound in BOUNDS]
         if with_shapes:
@@ -84,6 +84,10 @@ def _op_table(report: StepReport, ops: Sequence[OpSummary], *, with_shapes: bool
     made.add_section()
     made.add_row("all ops", *total)
     return made
+
+
+def _origin(op: OpSummary) -> str:
+    return f"{op.origin}, extrapolated" if op.extrapolated else op.origin
 
 
 def _bucket_table(buckets: Iterable[BucketSummary]) -> Table:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from castoff.spec.fits import Fit, read_fit
 from castoff.spec.serving import ServingCost, read_serving, serving_sources
-from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_fits, shipped_names
+from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_fit_devices, shipped_fits, shipped_names
 
 Origin = Literal["measured", "calibrated", "analytic", "assumed"]
 Family = Literal[
@@ -130,6 +130,19 @@ def load_backend(name_or_path: str, device: str | None = None) -> Backend:
     refused on another.
     """
     return _read_backend(_stacked(_layers(name_or_path, device)))
+
+
+def backend_fits(name_or_path: str) -> dict[str, Mapping[str, Fit]]:
+    """All fits of a backend by the device that they hold on: those of its file, or those that come with castoff."""
+    own = fitted_device(name_or_path)
+    devices = shipped_fit_devices(name_or_path) if own is None else (own,)
+    return {device: load_backend(name_or_path, device).fits for device in devices}
+
+
+def fitted_device(name_or_path: str) -> str | None:
+    """The device that a backend file was fitted on, itself or by what it extends; None where it is for all."""
+    layers = [layer for layer in _layers(name_or_path, None) if "device" in layer.values]
+    return layers[-1].text("device") if layers else None
 
 
 def _layers(name_or_path: str, device: str | None, depth: int = 1) -> list[Table]:

@@ -193,6 +193,11 @@ def shipped_fits(backend: str, device: str) -> Path | None:
     return path if path.is_file() else None
 
 
+def shipped_fit_devices(backend: str) -> tuple[str, ...]:
+    """The devices that castoff comes with fits for, of a backend."""
+    return tuple(sorted(path.stem for path in (_DATA / "fits" / backend).glob("*.toml")))
+
+
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """` (did you mean 'x'?)` with the entries of `allowed` nearest to `given`, or nothing when none is near."""
     by_lower = {option.lower(): option for option in allowed}

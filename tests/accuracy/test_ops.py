@@ -12,6 +12,7 @@ from castoff.errors import CastoffError
 from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
 from tests.accuracy.measured import EXPERTS, GEMM, KERNEL, MODULE, only_table, repeated, write_table
+from tests.casting.fitted import fitted_backend
 
 H200 = load_device("h200_sxm")
 NVIDIA = load_backend("nvidia")
@@ -35,7 +36,7 @@ def test_gemm(tmp_path: Path) -> None:
     expected_s = curve.launch_s + peak_s / curve.compute_efficiency
     assert predicted_s(table) == pytest.approx(expected_s)
     assert roofline_s(table) == pytest.approx(peak_s)
-    assert (table.name, table.system, table.backend, table.priced_by) == ("gemm_bf16", "h200_sxm", "sglang", "nvidia")
+    assert (table.name, table.system, table.backend, table.priced_by) == ("gemm_bf16", "h200_sxm", "sglang", "sglang")
     assert (table.rows, table.rows_scored, table.excluded) == (1, 1, {})
     assert table.bias == pytest.approx(expected_s / 0.2e-3 - 1)
     assert table.median_abs_error == table.p90_abs_error == pytest.approx(abs(expected_s / 0.2e-3 - 1))
@@ -123,8 +124,8 @@ def test_experts(tmp_path: Path) -> None:
     write_table(tmp_path, EXPERTS, "moe")
     table = only_table(tmp_path)
     assert table.name == "moe_fp8_block_glm5"
-    touched = 32 * (1 - (1 - 8 / 256) ** 64)
-    weights_bytes = touched * 3 * 6144 * 2048 * (1 + 4 / 128**2)
+    # Dealt in turn, 512 copies reach every expert.
+    weights_bytes = 32 * 3 * 6144 * 2048 * (1 + 4 / 128**2)
     assert weights_bytes / 4.8e12 < roofline_s(table) < 1.05 * weights_bytes / 4.8e12
     write_table(tmp_path, repeated(EXPERTS, 1, num_experts=[128]), "moe")
     assert only_table(tmp_path).name == "moe_fp8_block_other"
@@ -212,3 +213,28 @@ def test_public_tables(shared_data: Path) -> None:
             assert table.median_abs_error is not None
             assert 0 <= table.median_abs_error < 1
     assert {table.name for table in tables if table.rows_scored} >= GOALS
+
+
+def test_tables_of_systems_that_a_file_was_not_fitted_on(tmp_path: Path) -> None:
+    backend = fitted_backend(tmp_path)
+    write_table(tmp_path, GEMM, "gemm")
+    write_table(tmp_path, GEMM, "gemm", system="b200_sxm")
+    other, own = ops_accuracy(tmp_path, backend=backend).tables
+    assert (other.system, other.rows_scored, other.excluded) == ("b200_sxm", 0, {f"{backend} is fitted on h200_sxm": 1})
+    assert (own.system, own.rows_scored, own.priced_by) == ("h200_sxm", 1, "fitted")
+    flops_s = 2 * 4096 * 6144 * 2048 / 989e12
+    assert own.worst[0].predicted_s == pytest.approx(4e-6 + flops_s / 0.5, rel=1e-3)
+
+
+def test_a_stack_that_castoff_has_no_backend_for_is_priced_by_the_devices_own(tmp_path: Path) -> None:
+    write_table(tmp_path, GEMM, "gemm", backend="trtllm")
+    write_table(tmp_path, GEMM, "gemm", backend="vllm")
+    assert [table.priced_by for table in ops_accuracy(tmp_path).tables] == ["nvidia", "vllm"]
+
+
+@pytest.mark.parametrize(("word", "scored"), [("power_law_1.2", 1), ("balanced", 1), ("gaussian", 0)])
+def test_distributions_of_experts(tmp_path: Path, word: str, scored: int) -> None:
+    write_table(tmp_path, repeated(EXPERTS, 1, distribution=[word]), "moe")
+    table = only_table(tmp_path)
+    assert table.rows_scored == scored
+    assert table.excluded == ({} if scored else {"castoff has no distribution gaussian": 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -14,6 +15,8 @@ from castoff.spec.fits import Correction
 
 Sizes = Mapping[str, Dim]
 Coefficients = Mapping[str, float]
+
+LEAST_SIZE = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,26 @@ def log_factor(correction: Correction, axes: Sizes) -> Dim:
 
 def interpolate(values: Array, knots: Sequence[Array], sizes: Sequence[Dim]) -> Dim:
     """Linear in the logarithms of the sizes between knots, constant beyond them."""
-    places = [corner_weights(own, size) for own, size in zip(knots, sizes, strict=True)]
+    left, varying = values, 0
+    # Sizes that are one number leave a smaller grid for those that are an array of scenarios.
+    for own, size in zip(knots, sizes, strict=True):
+        if isinstance(size, np.ndarray) and size.ndim:
+            varying += 1
+            continue
+        low, share = _corner(own, float(size))
+        lower, upper = np.take(left, low, axis=varying), np.take(left, low + 1, axis=varying)
+        left = lower + share * (upper - lower)
+    if not varying:
+        return float(left)
+    pairs = [(own, size) for own, size in zip(knots, sizes, strict=True) if isinstance(size, np.ndarray) and size.ndim]
+    if varying == 1:
+        result: Dim = np.interp(_log(pairs[0][1]), pairs[0][0], left)
+        return result
+    return _interpolate_arrays(left, pairs)
+
+
+def _interpolate_arrays(values: Array, pairs: Sequence[tuple[Array, Array]]) -> Dim:
+    places = [corner_weights(own, size) for own, size in pairs]
     total: Dim = 0.0
     for corners in product((0, 1), repeat=len(places)):
         weight: Dim = 1.0
@@ -74,8 +96,20 @@ def interpolate(values: Array, knots: Sequence[Array], sizes: Sequence[Dim]) -> 
     return total
 
 
+def _corner(knots: Array, size: float) -> tuple[int, float]:
+    """`corner_weights` of one number."""
+    at = min(max(math.log(max(size, LEAST_SIZE)), knots[0]), knots[-1])
+    low = min(max(int(knots.searchsorted(at, side="right")) - 1, 0), len(knots) - 2)
+    return low, float((at - knots[low]) / (knots[low + 1] - knots[low]))
+
+
 def corner_weights(knots: Array, size: Dim) -> tuple[Array, Dim]:
     """The knot below a size, or the last but one, and how far towards the next it is, from 0 to 1."""
-    at = np.clip(np.log(np.maximum(size, 1e-30)), knots[0], knots[-1])
+    at = np.clip(_log(size), knots[0], knots[-1])
     low = np.clip(np.searchsorted(knots, at, side="right") - 1, 0, len(knots) - 2)
     return low, (at - knots[low]) / (knots[low + 1] - knots[low])
+
+
+def _log(size: Dim) -> Array:
+    logarithm: Array = np.log(np.maximum(size, LEAST_SIZE))
+    return logarithm

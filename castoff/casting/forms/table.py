@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from castoff.casting.forms.collective import ALL_REDUCE, EXCHANGE
 from castoff.casting.forms.form import Form
-from castoff.casting.forms.matmul import MATMUL
+from castoff.casting.forms.grouped import GROUPED_BF16, GROUPED_FP8
+from castoff.casting.forms.matmul import MATMUL, MATMUL_FP4, MATMUL_FP8, MATMUL_TILES_FP8
+from castoff.casting.forms.stream import STREAM
 
-FORMS: Mapping[str, Form] = {"matmul": MATMUL}
+FORMS: Mapping[str, Form] = {
+    "matmul": MATMUL,
+    "matmul_fp8": MATMUL_FP8,
+    "matmul_fp4": MATMUL_FP4,
+    "matmul_tiles_fp8": MATMUL_TILES_FP8,
+    "grouped_bf16": GROUPED_BF16,
+    "grouped_fp8": GROUPED_FP8,
+    "stream": STREAM,
+    "all_reduce": ALL_REDUCE,
+    "exchange": EXCHANGE,
+}

@@ -1,0 +1,24 @@
+"""What one stage of a calibration is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from castoff.accuracy.fit import Recipe, Robustness
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One fit of some curves at once.
+
+    tables, series: by the names of the files and of `castoff accuracy ops`. sites: columns whose equal rows are left
+    out together when errors are found.
+    """
+
+    name: str
+    tables: tuple[str, ...]
+    series: tuple[str, ...]
+    sites: tuple[str, ...]
+    recipes: Mapping[str, Recipe]
+    how: Robustness = field(default_factory=Robustness)

@@ -1,0 +1,81 @@
+"""Fits of backend files: what they say, what they may not say, and where they hold."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from castoff.casting.curves import check_fits
+from castoff.errors import CastoffError
+from castoff.spec.backend import backend_fits, fitted_device, load_backend, shipped_backends
+from castoff.spec.device import shipped_devices
+from tests.casting.fitted import BF16, GRID, fitted_backend
+
+
+def test_a_fit(tmp_path: Path) -> None:
+    path = fitted_backend(tmp_path, BF16 + GRID)
+    backend = load_backend(path, "h200_sxm")
+    check_fits(backend)
+    fit = backend.fits["matmul_bf16"]
+    assert fit.ranges["m"] == (1, 4096)
+    assert fit.correction is not None
+    assert fit.correction.axes == ("m", "n")
+    assert np.exp(fit.correction.knots[0]) == pytest.approx([1, 100])
+    assert fit.correction.values.tolist() == [[0.1, 0.1], [0.2, 0.2]]
+    assert backend.sources["fits.matmul_bf16"] == "made up"
+    assert backend.curves == load_backend("nvidia").curves
+    assert [(device, list(fits)) for device, fits in backend_fits(path).items()] == [("h200_sxm", ["matmul_bf16"])]
+
+
+def test_a_file_holds_on_its_device(tmp_path: Path) -> None:
+    path = fitted_backend(tmp_path)
+    with pytest.raises(CastoffError, match=r"device is h200_sxm: its fits do not hold on b200_sxm"):
+        load_backend(path, "b200_sxm")
+    assert fitted_device(path) == "h200_sxm"
+    assert fitted_device("nvidia") is None
+
+
+def test_files_extend_each_other(tmp_path: Path) -> None:
+    below = fitted_backend(tmp_path, name="below.toml")
+    above = tmp_path / "above.toml"
+    above.write_text(
+        f'name = "above"\ndescription = "x"\nextends = "{below}"\n' + BF16.replace("matmul_bf16", "matmul_fp8_block")
+    )
+    backend = load_backend(str(above), "h200_sxm")
+    assert (backend.name, set(backend.fits)) == ("above", {"matmul_bf16", "matmul_fp8_block"})
+    assert fitted_device(str(above)) == "h200_sxm"
+    with pytest.raises(CastoffError, match="do not hold on h100_sxm"):
+        load_backend(str(above), "h100_sxm")
+    circle = tmp_path / "circle.toml"
+    circle.write_text(f'name = "c"\ndescription = "x"\nextends = "{circle}"\n')
+    with pytest.raises(CastoffError, match="leads through more than 5 files"):
+        load_backend(str(circle))
+
+
+@pytest.mark.parametrize("name", shipped_backends())
+def test_what_is_shipped_can_be_priced(name: str) -> None:
+    assert load_backend(name).fits == {}
+    for device in shipped_devices():
+        check_fits(load_backend(name, device))
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "message"),
+    [
+        ("m = [1, 4096]", "m = [4096, 1]", "ranges.m must be the least and the largest value"),
+        ("m = [1, 4096]", "q = [1, 4096]", "the sizes of matmul are m, n, k, got q"),
+        ("overlap = 20", "overlap = -1", "overlap"),
+        ("overlap = 20 }", "overlap = 20, more = 1 }", "coefficients must be launch_s, compute_efficiency"),
+        ('form = "matmul"', 'form = "cube"', "form must be one of matmul"),
+        ("axes = { m = [1, 100]", "axes = { m = [100, 1]", "must be two or more ascending numbers above 0"),
+        ("axes = { m = [1, 100]", "axes = { m = [1]", "must be two or more ascending numbers above 0"),
+        ("values = [0.1, 0.1, 0.2, 0.2]", "values = [0.1]", "must be 4 numbers"),
+        ("values = [0.1, 0.1, 0.2, 0.2]", "values = [9, 0.1, 0.2, 0.2]", "must be logarithms of factors"),
+    ],
+)
+def test_faults(tmp_path: Path, given: str, instead: str, message: str) -> None:
+    text = BF16 + GRID
+    assert given in text
+    path = fitted_backend(tmp_path, text.replace(given, instead))
+    with pytest.raises(CastoffError, match=message):
+        check_fits(load_backend(path, "h200_sxm"))
