@@ -54,8 +54,8 @@ KERNEL_STAGES: tuple[Stage, ...] = (
                 form="prefill_attention",
                 held=frozenset({"padding", *_HOST}),
                 knots={
-                    "queries": (1, 16, 64, 128, 192, 256, 384, 512, 1024, 4096, 65536),
-                    "visible": (4, 64, 512, 1024, 2048),
+                    "queries": (1, 16, 64, 128, 160, 256, 320, 512, 2048, 65536),
+                    "visible": (8, 256, 2048),
                 },
             )
         },

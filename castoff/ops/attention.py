@@ -109,6 +109,7 @@ def _kernels(call: OpCall, core: tuple[str, ...]) -> tuple[Kernel, ...]:
             "topk": sizes.topk_limit,
             "heads": heads,
             "row_bytes": sizes.cache.latent_row_bytes,
+            "cached": lengths.total_tokens / sizes.shards,
             "longest": lengths.longest,
             "sparse": sparse,
         },

@@ -13,6 +13,7 @@ from castoff.casting.forms.projection import PROJECTION
 from castoff.dims import maximum, minimum
 from castoff.spec.device import Device
 
+HOT_ROWS = 128
 # Heads that one block of the kernel computes, fewer or not.
 BLOCK_HEADS = 64
 # Hosts prepare more for requests longer than this.
@@ -33,10 +34,13 @@ def _prefill(sizes: Sizes, c: Coefficients, device: Device) -> Times:
     compute = rounds * c["round_s"] * scale * (1 + c["crowding"] * occupied * (1 - 1 / rounds))
     moved = queries * topk * sizes["row_bytes"]
     memory = moved / (device.memory.bandwidth_bytes_per_s * c["gather_efficiency"])
+    # The same few rows, asked for by all cores at once, come from few memory channels.
+    crowd = queries * c["hot_s"] * scale * (sizes["cached"] < HOT_ROWS)
     # Rows that a query does not have are skipped by full cores, and waited for by others.
     missing = (1 - visible) * np.where(rounds <= 1, c["missing_alone"], -minimum(c["missing"], 0.9))
     sparse = sizes["sparse"]
     busy = filled * (1 + missing) * smooth_maximum(compute, memory, c["overlap"])
+    busy = maximum(busy, crowd)
     launch = sparse * c["launch_s"]
     host_s = c["host_s"] + c["far_host_s"] * (sizes["longest"] > FAR_TOKENS)
     return Times(launch + sparse * busy, sparse * compute, sparse * memory, launch, host_s)
@@ -56,12 +60,13 @@ PREFILL_ATTENTION = Form(
         "gather_efficiency": 1.0,
         "missing_alone": 0.2,
         "missing": 0.08,
+        "hot_s": 1.5e-6,
         "padding": 3.0,
         "overlap": 4.0,
         "host_s": 100e-6,
         "far_host_s": 400e-6,
     },
-    ("queries", "rows", "topk", "heads", "row_bytes", "longest", "sparse"),
+    ("queries", "rows", "topk", "heads", "row_bytes", "cached", "longest", "sparse"),
     _prefill_axes,
 )
 

@@ -110,7 +110,7 @@ def _topk(sizes: Sizes, c: Coefficients, device: Device) -> Times:
 
 def _topk_axes(sizes: Sizes) -> Sizes:
     length = sizes["topk"] + sizes["excess"] / maximum(sizes["selecting"], 1e-9)
-    return {"selecting": sizes["selecting"], "length": length, "queries": sizes["queries"]}
+    return {"selecting": sizes["selecting"], "length": length}
 
 
 TOPK = Form(
