@@ -71,7 +71,8 @@ def calibrate(
         groups = [] if fits.keys() >= stage.recipes.keys() else list(samples(stage, own, known))
         if not groups:
             continue
-        result, found = _run(stage, own, groups, pricing)
+        recipes = {curve: recipe.after(fits.get(recipe.of or curve)) for curve, recipe in stage.recipes.items()}
+        result, found = _run(replace(stage, recipes=recipes), own, groups, pricing)
         results.append(result)
         fits = {**fits, **found}
     progress(len(stages), len(stages))
@@ -102,15 +103,15 @@ def _run(
 
 def samples(stage: Stage, files: Sequence[TableFile], pricing: Pricing) -> Iterator[Samples]:
     """The rows of a stage's series, those made of the same kernels together."""
-    parts: dict[tuple[str, ...], list[Samples]] = {}
+    parts: dict[tuple[object, ...], list[Samples]] = {}
     codes: dict[tuple[object, ...], int] = {}
     for file in files:
         kind = KINDS[file.name]
         for series in kind.series(file, read_rows(file, kind.words, kind.numbers)):
-            if series.name not in stage.series:
+            if series.name not in stage.series or series.name in stage.untrusted.get(file.system, ()):
                 continue
             for part in _site_samples(series, stage, pricing, codes):
-                parts.setdefault(tuple(slot.curve for slot in part.slots), []).append(part)
+                parts.setdefault((part.eager, *(slot.curve for slot in part.slots)), []).append(part)
     for own in parts.values():
         yield _joined(own)
 
@@ -133,7 +134,7 @@ def _site_samples(
             slots += [_slot(kernel, stage, len(rows)) for kernel in kernels]
             fixed_s = fixed_s + _rest_s(call, kernels, pricing)
         if slots:
-            yield Samples(tuple(slots), fixed_s, rows.latency_s, site_N[site])
+            yield Samples(tuple(slots), fixed_s, rows.latency_s, site_N[site], series.eager)
 
 
 def _slot(kernel: Kernel, stage: Stage, rows: int) -> Slot:
@@ -163,4 +164,5 @@ def _joined(parts: Sequence[Samples]) -> Samples:
         np.concatenate([part.fixed_s for part in parts]),
         np.concatenate([part.measured_s for part in parts]),
         np.concatenate([part.sites for part in parts]),
+        parts[0].eager,
     )

@@ -32,7 +32,7 @@ from castoff.ops.moe import (
     swiglu,
 )
 from castoff.ops.program import OpCall, Recorder
-from castoff.ops.work import Work
+from castoff.ops.work import Kernel, Work
 from castoff.spec.mesh import Group
 from castoff.spec.model import ModelSpec, load_model, shipped_models
 from castoff.spec.quant import AttentionAction, LinearAction, LinearFormat, cache_format, linear_format
@@ -69,6 +69,8 @@ KERNEL_MODEL, ABSORPTION_MODEL = "zai-org/GLM-5", "deepseek-ai/DeepSeek-V3"
 ATTENTION_PARTS = frozenset({"qk", "softmax", "pv", "kv_gather"})
 LOGITS_PARTS = frozenset({"score", "relu", "head_reduce", "key_cache_read", "scale_cache_read"})
 TOPK_PARTS = frozenset({"topk"})
+# Equal scores are the slowest to select from; where the last ones are the largest, the first pass finds most.
+TOPK_CURVES: Mapping[str, str] = {"flat": "topk_flat", "top_last": "topk_top_last"}
 
 
 def gemm(site: Rows, _: Pricing) -> list[OpCall]:
@@ -199,7 +201,8 @@ def indexer_logits(site: Rows, pricing: Pricing) -> list[OpCall]:
 
 def topk(site: Rows, pricing: Pricing) -> list[OpCall]:
     """The selection among the scores."""
-    return [_parts(call, TOPK_PARTS) for call in _kernel_layer(site, pricing) if call.op.name == "dsa_indexer"]
+    curve = TOPK_CURVES[site.word("score_mode")]
+    return [_parts(call, TOPK_PARTS, curve) for call in _kernel_layer(site, pricing) if call.op.name == "dsa_indexer"]
 
 
 def attention_module(site: Rows, pricing: Pricing) -> list[OpCall]:
@@ -210,9 +213,9 @@ def attention_module(site: Rows, pricing: Pricing) -> list[OpCall]:
         quantize_indexer_action="FP8",
     )
     kind = "shared" if site.word("op_name").endswith("_skip_indexer") else "full"
-    calls = _layer(
-        site, pricing, known_model(MODELS[site.word("model")]), quant, kind=kind, tp_size=site.number("tp_size")
-    )
+    mode = next(mode for mode in get_args(Mode) if mode == site.word("mode"))
+    model = known_model(MODELS[site.word("model")])
+    calls = _layer(site, pricing, model, quant, mode, kind=kind, tp_size=site.number("tp_size"))
     return [call for call in calls if call.work.parts]
 
 
@@ -223,13 +226,15 @@ def known_model(name: str) -> ModelSpec:
 
 
 def _kernel_layer(site: Rows, pricing: Pricing) -> list[OpCall]:
+    """A layer whose kernels are those of prefill, which the tables measure even for one query of each request."""
     quant = Quant(quantize_linear_action="FP8", quantize_indexer_action="FP8")
-    return _layer(site, pricing, known_model(KERNEL_MODEL), quant, kind="full", tp_size=1)
+    return _layer(site, pricing, known_model(KERNEL_MODEL), quant, "prefill", kind="full", tp_size=1)
 
 
-def _layer(site: Rows, pricing: Pricing, model: ModelSpec, quant: Quant, *, kind: str, tp_size: int) -> list[OpCall]:
+def _layer(
+    site: Rows, pricing: Pricing, model: ModelSpec, quant: Quant, mode: Mode, *, kind: str, tp_size: int
+) -> list[OpCall]:
     """The attention of a layer with this kind of indexer: batch_size requests, isl new tokens each after step."""
-    mode = next(mode for mode in get_args(Mode) if mode == site.word("mode"))
     scenario = Scenario(parallel=Parallel(num_devices=tp_size, tp_size=tp_size), quant=quant)
     setup = resolve_setup(model, pricing.device, pricing.backend, scenario, mode)
     lengths = Lengths((RequestClass(site.dim("batch_size"), site.dim("step"), site.dim("isl")),))
@@ -274,9 +279,14 @@ def _recorded(body: Callable[[Recorder], object]) -> list[OpCall]:
     return [call for _, call in recorder.program.calls()]
 
 
-def _parts(call: OpCall, names: frozenset[str]) -> OpCall:
-    """A call that does some parts of another's work."""
+def _parts(call: OpCall, names: frozenset[str], curve: str | None = None) -> OpCall:
+    """A call that does some parts of another's work, sparsely however short the contexts; curve: what its kernel is
+    fitted as, None for its own name."""
     parts = tuple(part for part in call.work.parts if part.name in names)
-    kernels = tuple(kernel for kernel in call.work.kernels if names.issuperset(kernel.parts))
+    kernels = tuple(
+        Kernel(curve or kernel.curve, kernel.parts, {**kernel.sizes, "sparse": 1.0})
+        for kernel in call.work.kernels
+        if names.issuperset(kernel.parts)
+    )
     work = Work(parts, kernels=kernels)
     return OpCall(replace(call.op, work=lambda _: work), call.inputs, call.outputs, call.attributes, call.stream)

@@ -8,12 +8,12 @@ P coefficients, C points of the grid that a row lies between, F features, B grid
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
 
-from castoff.casting.forms.form import Form, corner_weights
+from castoff.casting.forms.form import EAGER_SHARPNESS, Form, Times, corner_weights, eager_s, log_factor
 from castoff.casting.forms.table import FORMS
 from castoff.dims import Array, Dim
 from castoff.spec.device import Device
@@ -23,6 +23,9 @@ LEAST_SECONDS = 1e-12
 TAIL_WIDTH = 0.06
 # Of neighbouring knots, in log units: knots on both sides of a step are close, and the step may be steep.
 LEAST_DISTANCE = 0.3
+# Rows of whose time a curve has less say nothing of it.
+LEAST_SHARE = 1e-3
+LEAST_SPREAD = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +41,29 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Rows made of the same kernels. fixed_s: seconds of all that is not fitted. sites: a code of each row's site."""
+    """Rows made of the same kernels. fixed_s: seconds of all that is not fitted. sites: a code of each row's site.
+
+    eager: whether the host launches op by op, so that its time or the device's counts, whichever is longer.
+    """
 
     slots: tuple[Slot, ...]
     fixed_s: Array
     measured_s: Array
     sites: Array
+    eager: bool = False
 
     def __len__(self) -> int:
         return len(self.measured_s)
 
     def where(self, chosen: Array) -> Samples:
         slots = tuple(slot.where(chosen) for slot in self.slots)
-        return Samples(slots, self.fixed_s[chosen], self.measured_s[chosen], self.sites[chosen])
+        return replace(
+            self,
+            slots=slots,
+            fixed_s=self.fixed_s[chosen],
+            measured_s=self.measured_s[chosen],
+            sites=self.sites[chosen],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +72,8 @@ class Recipe:
 
     knots: of its correction, by axis of the form; none fits no correction. start: coefficients that start elsewhere
     than the form's. held: coefficients that stay at their start.
+    refines: None fits afresh; else the coefficients that are fitted again where an earlier stage found the curve, whose
+    others and whose correction stay. of: the curve that is refined where it is another.
     """
 
     form: str
@@ -66,6 +81,16 @@ class Recipe:
     features: bool = False
     start: Mapping[str, float] = field(default_factory=dict)
     held: frozenset[str] = frozenset()
+    refines: frozenset[str] | None = None
+    of: str | None = None
+    known: Fit | None = None
+
+    def after(self, earlier: Fit | None) -> Recipe:
+        """The recipe where an earlier stage has a fit of the curve."""
+        if self.refines is None or earlier is None:
+            return self
+        held = frozenset(self.formula.start) - self.refines
+        return replace(self, start=earlier.coefficients, held=held, known=earlier)
 
     @property
     def formula(self) -> Form:
@@ -107,23 +132,39 @@ def predict(groups: Sequence[Samples], model: Model, recipes: Mapping[str, Recip
 
 
 def _total(group: Samples, model: Model, recipes: Mapping[str, Recipe], device: Device) -> Array:
-    total = group.fixed_s
-    for slot in group.slots:
-        total = total + _slot_s(slot, model[slot.curve], recipes[slot.curve], device)
-    return total
+    return _combined(group, _all_times(group, model, recipes, device))
 
 
-def _slot_s(slot: Slot, fitted: Fitted, recipe: Recipe, device: Device) -> Dim:
+def _all_times(group: Samples, model: Model, recipes: Mapping[str, Recipe], device: Device) -> list[Times]:
+    return [_slot_times(slot, model[slot.curve], recipes[slot.curve], device) for slot in group.slots]
+
+
+def _combined(group: Samples, times: Sequence[Times]) -> Array:
+    device_N, host_s = _device_and_host_s(group, times)
+    combined: Array = np.asarray(eager_s(host_s, device_N)) if group.eager else device_N
+    return combined
+
+
+def _device_and_host_s(group: Samples, times: Sequence[Times]) -> tuple[Array, Dim]:
+    device_N = group.fixed_s
+    host_s: Dim = 0.0
+    for own in times:
+        device_N, host_s = device_N + own.seconds, host_s + own.host_s
+    return device_N, host_s
+
+
+def _slot_times(slot: Slot, fitted: Fitted, recipe: Recipe, device: Device) -> Times:
+    """A kernel's times, of which the correction changes the seconds alone."""
     form = recipe.formula
-    seconds = form.times(slot.sizes, fitted.coefficients, device).seconds
-    if fitted.correction is None and not fitted.features:
-        return seconds
-    return seconds * np.exp(_design(slot, recipe, device).logarithm(_factors(fitted)))
-
-
-def _factors(fitted: Fitted) -> Array:
-    grid = np.zeros(0) if fitted.correction is None else fitted.correction.values.ravel()
-    return np.concatenate([grid, np.array(list(fitted.features.values()))])
+    times = form.times(slot.sizes, fitted.coefficients, device)
+    logarithm_N: Dim = 0.0
+    if fitted.correction is not None:
+        logarithm_N = log_factor(fitted.correction, form.axes(slot.sizes))
+    if fitted.features:
+        terms = form.features(slot.sizes, device)
+        for name, factor in fitted.features.items():
+            logarithm_N = logarithm_N + factor * terms[name]
+    return replace(times, seconds=times.seconds * np.exp(logarithm_N))
 
 
 def fit(groups: Sequence[Samples], recipes: Mapping[str, Recipe], device: Device, how: Robustness) -> Model:
@@ -153,17 +194,41 @@ def _fit_coefficients(
     def model_of(logs_P: Array) -> dict[str, Fitted]:
         values = {**start, **dict(zip(free, np.exp(logs_P).tolist(), strict=True))}
         return {
-            curve: Fitted(coefficients={name: values[curve, name] for name in recipe.formula.start})
+            curve: _started(recipe, {name: values[curve, name] for name in recipe.formula.start})
             for curve, recipe in recipes.items()
         }
 
+    latest: dict[tuple[int, int], dict[tuple[float, ...], Times]] = {}
+
+    def times_of(place: tuple[int, int], slot: Slot, fitted: Fitted) -> Times:
+        # Steps to the side change one curve, so that the times of all others are known.
+        known = latest.setdefault(place, {})
+        key = tuple(fitted.coefficients.values())
+        if key not in known:
+            for oldest in list(known)[:-1]:
+                del known[oldest]
+            known[key] = _slot_times(slot, fitted, recipes[slot.curve], device)
+        return known[key]
+
     def residual(logs_P: Array) -> Array:
         model = model_of(logs_P)
-        predicted = np.concatenate([_total(group, model, recipes, device) for group in groups])
+        predicted = np.concatenate(
+            [
+                _combined(group, [times_of((at, n), slot, model[slot.curve]) for n, slot in enumerate(group.slots)])
+                for at, group in enumerate(groups)
+            ]
+        )
         error_N: Array = np.log(np.maximum(predicted, LEAST_SECONDS)) - measured_N
         return error_N
 
     return model_of(gauss_newton(residual, np.log([start[key] for key in free]), how))
+
+
+def _started(recipe: Recipe, coefficients: Mapping[str, float]) -> Fitted:
+    """These coefficients, with the correction that an earlier stage found."""
+    if recipe.known is None:
+        return Fitted(coefficients=coefficients)
+    return Fitted(coefficients=coefficients, correction=recipe.known.correction, features=recipe.known.features)
 
 
 def gauss_newton(residual: Callable[[Array], Array], start_P: Array, how: Robustness) -> Array:
@@ -213,13 +278,18 @@ def _fit_correction(
         own = [slot for slot in group.slots if slot.curve == curve]
         if not own:
             continue
-        total_N = _total(group, model, recipes, device)
-        slots_s = [np.asarray(_slot_s(slot, model[curve], recipe, device)) for slot in own]
+        times = _all_times(group, model, recipes, device)
+        total_N = _combined(group, times)
+        share_N = _share(curve, group, times)
+        counted = share_N > LEAST_SHARE
+        slots_s = [
+            np.asarray(each.seconds) for slot, each in zip(group.slots, times, strict=True) if slot.curve == curve
+        ]
         own_N = sum(slots_s)
-        share_N = own_N / total_N
-        designs.append(_mixed([_design(slot, recipe, device) for slot in own], [each / own_N for each in slots_s]))
-        targets.append(np.log(group.measured_s / total_N) / share_N)
-        shares.append(share_N)
+        design = _mixed([_design(slot, recipe, device) for slot in own], [each / own_N for each in slots_s])
+        designs.append(design.where(counted))
+        targets.append(np.log(group.measured_s / total_N)[counted] / share_N[counted])
+        shares.append(share_N[counted])
     factors_B = _ridge(_stacked(designs), np.concatenate(targets), np.concatenate(shares) ** 2, recipe, how)
     shape = tuple(len(places) for places in recipe.knots.values())
     size = int(np.prod(shape)) if recipe.knots else 0
@@ -235,6 +305,16 @@ def _fit_correction(
         else None,
         features=dict(zip(names, factors_B[size:].tolist(), strict=True)),
     )
+
+
+def _share(curve: str, group: Samples, times: Sequence[Times]) -> Array:
+    """By how many per cent a row's time grows where the curve's grows by one."""
+    device_N, host_s = _device_and_host_s(group, times)
+    own_N = sum(own.seconds for slot, own in zip(group.slots, times, strict=True) if slot.curve == curve)
+    share_N: Array = np.broadcast_to(own_N / device_N, len(group))
+    if group.eager:
+        share_N = share_N * (device_N / eager_s(host_s, device_N)) ** (1 + EAGER_SHARPNESS)
+    return share_N
 
 
 def _feature_names(recipe: Recipe, groups: Sequence[Samples], curve: str, device: Device) -> tuple[str, ...]:
@@ -255,6 +335,9 @@ class _Design:
     points_NC: Array
     weights_NC: Array
     features_NF: Array
+
+    def where(self, chosen: Array) -> _Design:
+        return _Design(self.size, self.points_NC[chosen], self.weights_NC[chosen], self.features_NF[chosen])
 
     def logarithm(self, factors_B: Array) -> Array:
         grid_N = (self.weights_NC * factors_B[self.points_NC]).sum(axis=1)
@@ -339,7 +422,8 @@ def _stacked(designs: Sequence[_Design]) -> _Design:
 def _ridge(design: _Design, target_N: Array, weight_N: Array, recipe: Recipe, how: Robustness) -> Array:
     mean_B = design.against(np.ones(len(target_N))) / len(target_N)
     variance_B = np.diag(design.normal(np.ones(len(target_N)))) / len(target_N) - mean_B**2
-    penalty_BB = how.ridge * np.diag(variance_B + 1e-9)
+    # A point of the grid that hardly any row is near learns little.
+    penalty_BB = how.ridge * np.diag(np.maximum(variance_B, LEAST_SPREAD**2))
     if how.smooth:
         penalty_BB[: design.size, : design.size] += how.smooth * _roughness(recipe)
     robust_N = weight_N

@@ -13,6 +13,7 @@ import numpy as np
 from castoff.accuracy.series import KINDS, NOT_MAPPED, Exclusions, Series
 from castoff.accuracy.tables import Rows, TableFile, count_rows, find_tables, read_rows
 from castoff.casting.curves import check_fits
+from castoff.casting.forms.form import eager_s
 from castoff.casting.price import Pricing, price_call
 from castoff.dims import Array, Dim, some
 from castoff.errors import CastoffError
@@ -130,8 +131,8 @@ def score_series(file: TableFile, series: Series, pricing: Pricing) -> TableAccu
         if problem is not None:
             excluded[problem] = excluded.get(problem, 0) + len(site)
             continue
-        predicted_s[site] = _seconds(recorded, pricing)
-        roofline_s[site] = _seconds(recorded, peak)
+        predicted_s[site] = _seconds(recorded, pricing, eager=series.eager)
+        roofline_s[site] = _seconds(recorded, peak, eager=False)
     priced = np.isfinite(predicted_s)
     if not priced.any():
         return _unscored(file, series.name, series.rows, excluded)
@@ -170,11 +171,13 @@ def roofline(pricing: Pricing) -> Pricing:
     )
 
 
-def _seconds(recorded: Sequence[OpCall], pricing: Pricing) -> Dim:
+def _seconds(recorded: Sequence[OpCall], pricing: Pricing, *, eager: bool) -> Dim:
     total: Dim = 0.0
+    host: Dim = 0.0
     for call in recorded:
-        total = total + price_call(call, pricing).seconds
-    return total
+        price = price_call(call, pricing)
+        total, host = total + price.seconds, host + price.host_s
+    return eager_s(host, total) if eager else total
 
 
 def recorded_site(series: Series, site: Rows, pricing: Pricing) -> tuple[Sequence[OpCall], str | None]:

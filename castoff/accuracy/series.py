@@ -30,7 +30,7 @@ Exclusions = dict[str, int]
 @dataclass(frozen=True, slots=True)
 class Series:
     """Rows that one formula prices. sites: columns in which all rows of a recording are equal. rows: all that there
-    are; kept: those to score. excluded: why others are not, and how many."""
+    are; kept: those to score. excluded: why others are not, and how many. eager: whether the host launches op by op."""
 
     name: str
     rows: int
@@ -38,6 +38,7 @@ class Series:
     excluded: Exclusions
     formula: Formula
     sites: tuple[str, ...]
+    eager: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +135,12 @@ def _scale_matrix(_: TableFile, rows: Rows) -> Iterator[Series]:
     yield Series("scale_matrix", len(rows), timed(rows, excluded), excluded, calls.scale_matrix, ("k",))
 
 
-def _kernel(formula: Formula) -> Callable[[TableFile, Rows], Iterator[Series]]:
+def _kernel(formula: Formula, *kind_words: str) -> Callable[[TableFile, Rows], Iterator[Series]]:
     def series(file: TableFile, rows: Rows) -> Iterator[Series]:
         excluded: Exclusions = {}
         name = file.name.removesuffix("_module")
-        mode = np.where(rows.columns["isl"] == 1, "decode", "prefill")
-        kept = timed(rows.with_column("mode", mode), excluded)
-        yield Series(name, len(rows), kept, excluded, formula, ("mode",))
+        kept = timed(rows, excluded)
+        yield Series(name, len(rows), kept, excluded, formula, tuple(kind_words))
 
     return series
 
@@ -164,7 +164,7 @@ def _module(rows: Rows, mode: str, why: str, shows_host: Callable[[Rows], Array]
             unknown = ~np.isin(kept.columns[column], list(known))
             kept = split_off(kept, excluded, f"a {column} that castoff does not have", unknown)
         sites = ("mode", "op_name", "model", "gemm_type", "kv_cache_dtype", "tp_size")
-        yield Series(op_name, len(own), kept, excluded, calls.attention_module, sites)
+        yield Series(op_name, len(own), kept, excluded, calls.attention_module, sites, eager=mode == "prefill")
 
 
 _MODULE_WORDS = {
@@ -196,7 +196,7 @@ KINDS: Mapping[str, Kind] = {
     "scale_matrix": Kind((), ("m", "k"), _scale_matrix),
     "glm5_dsa_attn_module": Kind((), _REQUESTS, _kernel(calls.sparse_attention)),
     "glm5_mqa_logits_module": Kind((), _REQUESTS, _kernel(calls.indexer_logits)),
-    "glm5_topk_module": Kind(("score_mode",), _REQUESTS, _kernel(calls.topk)),
+    "glm5_topk_module": Kind(("score_mode",), _REQUESTS, _kernel(calls.topk, "score_mode")),
     "dsa_generation_module": Kind(_MODULE, (*_REQUESTS, "tp_size"), _generation_module),
     "dsa_context_module": Kind(_MODULE, (*_REQUESTS, "tp_size"), _context_module),
 }

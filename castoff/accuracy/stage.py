@@ -13,7 +13,7 @@ class Stage:
     """One fit of some curves at once.
 
     tables, series: by the names of the files and of `castoff accuracy ops`. sites: columns whose equal rows are left
-    out together when errors are found.
+    out together when errors are found. untrusted: series that are not fitted on some devices.
     """
 
     name: str
@@ -21,4 +21,5 @@ class Stage:
     series: tuple[str, ...]
     sites: tuple[str, ...]
     recipes: Mapping[str, Recipe]
+    untrusted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     how: Robustness = field(default_factory=Robustness)

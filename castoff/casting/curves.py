@@ -7,7 +7,7 @@ fitted to measurements, kernel by kernel, goes before its curves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -110,7 +110,9 @@ def _fitted_times(sizes: Mapping[str, Dim], fit: Fit, device: Device) -> FittedT
         for name, factor in fit.features.items():
             logarithm = logarithm + factor * terms[name]
     scale = np.exp(logarithm)
-    scaled = Times(times.seconds * scale, times.compute_s * scale, times.memory_s * scale, times.launch_s)
+    scaled = replace(
+        times, seconds=times.seconds * scale, compute_s=times.compute_s * scale, memory_s=times.memory_s * scale
+    )
     return FittedTimes(scaled, inside)
 
 

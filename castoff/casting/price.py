@@ -31,7 +31,7 @@ class Price:
 
     seconds: launch and the longest of the other terms; where the cores read the host, that comes on top. terms: seconds
     of each of BOUNDS on its own. units: what the call occupies meanwhile. extrapolated: whether sizes lie beyond those
-    that a fit was made from.
+    that a fit was made from. host_s: what the host takes for the call where no graph launches it, as far as fits know.
     """
 
     seconds: Dim
@@ -39,6 +39,7 @@ class Price:
     origin: Origin
     units: tuple[str, ...] = (CORES,)
     extrapolated: bool | Array = False
+    host_s: Dim = 0.0
 
     @property
     def bound(self) -> int | Array:
@@ -140,7 +141,8 @@ def _fitted_price(kernel: Kernel, fit: Fit, device: Device) -> Price:
     if not kernel.parts:
         terms = (0.0, 0.0, 0.0, times.seconds - times.launch_s, 0.0, times.launch_s)
     extrapolated = ~inside if isinstance(inside, np.ndarray) else not inside
-    return Price(times.seconds, terms, "analytic" if np.any(extrapolated) else "calibrated", (), extrapolated)
+    origin: Origin = "analytic" if np.any(extrapolated) else "calibrated"
+    return Price(times.seconds, terms, origin, (), extrapolated, times.host_s)
 
 
 def _curve_price(family: str, work: Work, pricing: Pricing) -> Price:
@@ -170,12 +172,13 @@ def _one_after_the_other(prices: Sequence[Price], units: tuple[str, ...]) -> Pri
     first = prices[0]
     if len(prices) == 1:
         return replace(first, units=units)
-    seconds, terms, extrapolated = first.seconds, first.terms, first.extrapolated
+    seconds, terms, extrapolated, host_s = first.seconds, first.terms, first.extrapolated, first.host_s
     for price in prices[1:]:
         seconds = seconds + price.seconds
         terms = tuple(a + b for a, b in zip(terms, price.terms, strict=True))
         extrapolated = extrapolated | price.extrapolated
-    return Price(seconds, terms, weakest(price.origin for price in prices), units, extrapolated)
+        host_s = host_s + price.host_s
+    return Price(seconds, terms, weakest(price.origin for price in prices), units, extrapolated, host_s)
 
 
 def host_link_s(work: Work, pricing: Pricing) -> Dim:

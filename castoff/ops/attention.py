@@ -5,6 +5,7 @@ Axes: T tokens, H heads of this rank, N qk_nope, P qk_rope, R kv_lora_rank, V v_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import lazy_loader as lazy
@@ -12,17 +13,18 @@ import lazy_loader as lazy
 from castoff.dims import Dim
 from castoff.ops import accelerator
 from castoff.ops.cache_rows import SCORE_ELEMENTS, latent_values
-from castoff.ops.dsa_indexer import gather_request_rows, visible_positions
+from castoff.ops.dsa_indexer import attends_sparsely, gather_request_rows, visible_positions
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor, dtype_name
-from castoff.ops.work import Part, Work
-from castoff.spec.quant import CacheFormat
+from castoff.ops.work import Kernel, Part, Work
+from castoff.spec.quant import AttentionAction, CacheFormat
 
 torch = lazy.load("torch")
 
 # Scale, max, subtract, exponent and sum per score.
 SOFTMAX_OPERATIONS = 5
+CACHE_DTYPES: Mapping[AttentionAction, str] = {"DISABLED": "bf16", "FP8": "fp8", "INT8": "int8"}
 # Prefill reads all rows of a context of up to this many times the selection.
 _MASKED_COLUMNS = 4
 
@@ -77,11 +79,56 @@ def _absorbed_work(call: OpCall) -> Work:
         Part("pv", 2 * rows * heads * rank, "bf16", bytes=output),
         reads,
     )
+    kernels = _kernels(call, tuple(part.name for part in core))
     if not sizes.absorbs:
-        return Work(core)
+        return Work(core, kernels=kernels[:1])
     q_absorb = Part("q_absorb", 2 * tokens * heads * sizes.qk_nope_head_dim * rank, "bf16", bytes=call.tensor(5).bytes)
     v_up = Part("v_up", 2 * tokens * heads * rank * sizes.v_head_dim, "bf16")
-    return Work((q_absorb, *core, v_up))
+    return Work((q_absorb, *core, v_up), kernels=kernels)
+
+
+def _kernels(call: OpCall, core: tuple[str, ...]) -> tuple[Kernel, ...]:
+    """Attention over selected rows, and the products around it; none where it is dense.
+
+    A prefill of short requests, which stacks compute densely, is all in the second.
+    """
+    sizes: AttentionSizes = call.attributes["sizes"]
+    lengths: Lengths = call.attributes["lengths"]
+    if sizes.topk_limit is None:
+        return ()
+    phase, queries, heads = call.attributes["phase"], lengths.tokens, sizes.heads
+    sparse = attends_sparsely(lengths, sizes.topk_limit, phase)
+    rows = lengths.selected(sizes.topk_limit) / sizes.shards
+    widths = sizes.qk_nope_head_dim + sizes.v_head_dim
+    attend = Kernel(
+        f"sparse_attention_{CACHE_DTYPES[sizes.cache.action]}_{phase}",
+        core,
+        {
+            "queries": queries,
+            "rows": rows,
+            "topk": sizes.topk_limit,
+            "heads": heads,
+            "row_bytes": sizes.cache.latent_row_bytes,
+            "cached": lengths.total_tokens / sizes.shards,
+            "longest": lengths.longest,
+            "sparse": sparse,
+        },
+    )
+    absorb = Kernel(
+        f"absorb_{phase}",
+        ("q_absorb", "v_up"),
+        {
+            "tokens": queries,
+            "elements": heads * sizes.kv_lora_rank * widths,
+            "element_bytes": 2.0,
+            "outputs": heads * widths,
+            "cached": lengths.total_tokens / sizes.shards,
+            "pairs": lengths.visible / sizes.shards,
+            "dense_width": heads * (widths + sizes.qk_rope_head_dim),
+            "sparse": sparse,
+        },
+    )
+    return attend, absorb
 
 
 def _expanded_work(call: OpCall) -> Work:

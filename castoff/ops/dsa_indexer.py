@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import lazy_loader as lazy
 
-from castoff.dims import Dim
+from castoff.dims import Dim, where
 from castoff.ops.cache_rows import index_rows, index_scores
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import Weight, product, sum_bytes
-from castoff.ops.mlapo import ROPE_OPERATIONS, rotate_half_split, rotate_interleaved, write_rows
+from castoff.ops.mlapo import ROPE_OPERATIONS, rotate_half_split, rotate_interleaved, weight_sizes, write_rows
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
 from castoff.ops.quantization import widened
-from castoff.ops.work import Part, Work
+from castoff.ops.work import Kernel, Part, Work
 from castoff.spec.quant import CacheFormat, LinearFormat
 
 torch = lazy.load("torch")
@@ -77,7 +77,13 @@ class IndexerSizes:
 
 
 def _shapes(
-    hidden_TD: Abstract, *_: Abstract | None, formats: Formats, sizes: IndexerSizes, topk: Dim, lengths: Lengths | None
+    hidden_TD: Abstract,
+    *_: Abstract | None,
+    formats: Formats,
+    sizes: IndexerSizes,
+    topk: Dim,
+    lengths: Lengths | None,
+    phase: str,
 ) -> Shapes:
     chosen = (hidden_TD.shape[0], topk)
     return ((chosen, "int32"),) if sizes.shards == 1 else ((chosen, "int32"), (chosen, "fp32"))
@@ -110,7 +116,54 @@ def _work(call: OpCall) -> Work:
     ]
     if quantized:
         parts.append(Part("scale_cache_read", bytes=keys_read * sizes.cache.index_scale_bytes))
-    return Work(tuple(parts))
+    return Work(tuple(parts), kernels=_kernels(call, tuple(part.name for part in parts), weights))
+
+
+SCORE_PARTS = ("score", "relu", "head_reduce", "key_cache_read", "scale_cache_read")
+
+
+def _kernels(call: OpCall, parts: tuple[str, ...], weights: IndexerWeights) -> tuple[Kernel, ...]:
+    """What comes before the scores, the scores, and the selection."""
+    sizes: IndexerSizes = call.attributes["sizes"]
+    lengths: Lengths = call.attributes["lengths"]
+    phase, width, limit = call.attributes["phase"], sizes.heads * sizes.head_dim, sizes.topk_limit
+    queries, pairs = lengths.tokens, lengths.visible / sizes.shards
+    sparse = attends_sparsely(lengths, limit, phase)
+    keys, for_scores = weight_sizes((weights.wk,)), weight_sizes((weights.wq_b, weights.weights_proj))
+    project = Kernel(
+        f"indexer_project_{weights.wq_b.format_name}_{phase}",
+        tuple(name for name in parts if name not in (*SCORE_PARTS, "topk")),
+        # Dense attention asks for no scores, so that keys alone are made.
+        {
+            "tokens": queries,
+            "elements": keys["elements"] + sparse * for_scores["elements"],
+            "element_bytes": for_scores["element_bytes"],
+            "outputs": sizes.head_dim + sparse * width,
+            "sparse": sparse,
+        },
+    )
+    logits = Kernel(
+        f"indexer_logits_{sizes.cache.index_dtype}_{phase}",
+        tuple(name for name in parts if name in SCORE_PARTS),
+        {"queries": queries, "requests": lengths.requests, "pairs": pairs, "width": width, "sparse": sparse},
+    )
+    selection = Kernel(
+        f"topk_{phase}",
+        ("topk",),
+        {
+            "queries": queries,
+            "selecting": lengths.beyond(limit),
+            "excess": (lengths.visible - lengths.selected(limit)) / sizes.shards,
+            "topk": limit,
+            "sparse": sparse,
+        },
+    )
+    return project, logits, selection
+
+
+def attends_sparsely(lengths: Lengths, topk_limit: int, phase: str) -> Dim:
+    """0 where stacks prefill requests that are all no longer than a selection as dense attention; else 1."""
+    return where(lengths.longest > topk_limit, 1.0, 0.0) if phase == "prefill" else 1.0
 
 
 def _key_write_shapes(
@@ -165,7 +218,7 @@ def _projection(name: str, x_TI: Abstract, weight: Weight, *, reads_input: bool)
 def _reference(
     hidden_TD: Tensor, qa_TQ: Tensor, cos_TP: Tensor, sin_TP: Tensor, indexer_cache: Tensor, slot_mapping_T: Tensor,
     block_tables: Tensor, seq_lens_B: Tensor, *tensors: Tensor | None,
-    formats: Formats, sizes: IndexerSizes, topk: int, lengths: Lengths | None,
+    formats: Formats, sizes: IndexerSizes, topk: int, lengths: Lengths | None, phase: str,
 ) -> tuple[Tensor]:  # fmt: skip
     weights = _weights_of(tensors, formats)
     tokens, requests = hidden_TD.shape[0], seq_lens_B.shape[0]
@@ -269,6 +322,8 @@ def dsa_indexer(
     sizes: IndexerSizes,
     topk: Dim,
     lengths: Lengths | None,
+    *,
+    phase: str = "prefill",
 ) -> tuple[Tensor, ...]:
     """Ids of the cached tokens that each query attends to.
 
@@ -281,11 +336,13 @@ def dsa_indexer(
     topk: columns of the result, at most topk_limit; as many as the longest request has tokens are enough.
     Returns int32 (T, topk), the best first; unused columns come last and hold −1. Where several ranks split the keys,
     these are the best of this rank's, and their scores, fp32, come with them. Mutates indexer_cache.
+    The phase changes nothing but which measured kernels price it.
     What must not change the result: the block size of the cache and the allocated length, only the real lengths count.
     """
     return DSA_INDEXER(
         hidden_TD, qa_normed_TQ, cos_TP, sin_TP, indexer_cache, slot_mapping_T, block_tables, seq_lens_B,
         *weights.tensors, formats=weights.formats, sizes=sizes, topk=topk, lengths=lengths,
+        phase=phase,
     )  # fmt: skip
 
 

@@ -59,6 +59,12 @@ class Lengths:
 
         return self._sum(per_entry)
 
+    def beyond(self, topk: int) -> Dim:
+        """Queries that see more than topk positions."""
+        return self._sum(
+            lambda entry: entry.count * (entry.query - minimum(maximum(topk - entry.context, 0), entry.query))
+        )
+
     def with_query(self, query: Dim, *, grown_by: Dim = 0) -> Lengths:
         """The same requests `grown_by` tokens longer, of which the last `query` (or all, if fewer) are computed."""
         classes = []

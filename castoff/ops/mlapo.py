@@ -5,6 +5,7 @@ Axes: T tokens, D hidden, H heads of this rank, Q q_lora_rank, R kv_lora_rank, N
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import lazy_loader as lazy
@@ -15,7 +16,7 @@ from castoff.ops.cache_rows import latent_rows
 from castoff.ops.linear import Weight, product
 from castoff.ops.norm import rms_norm_reference
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor, dtype_name
-from castoff.ops.work import Part, Work
+from castoff.ops.work import Kernel, Part, Work
 from castoff.spec.quant import CacheFormat, LinearFormat
 
 torch = lazy.load("torch")
@@ -42,16 +43,17 @@ class MlapoWeights:
         """The weights as op inputs: values, then scales."""
         weights = (self.q_a, self.q_a_norm, self.q_b, self.kv_a, self.kv_a_norm)
         values = (None if weight is None else weight.values for weight in weights)
-        return (*values, *(None if weight is None else weight.scales for weight in self._projections))
+        return (*values, *(None if weight is None else weight.scales for weight in self.projections))
 
     @property
     def formats(self) -> Formats:
         """Number formats of q_a, q_b and kv_a; the norms are never quantised."""
-        q_a, q_b, kv_a = self._projections
+        q_a, q_b, kv_a = self.projections
         return None if q_a is None else q_a.format, q_b.format, kv_a.format
 
     @property
-    def _projections(self) -> tuple[Weight | None, Weight, Weight]:
+    def projections(self) -> tuple[Weight | None, Weight, Weight]:
+        """q_a, q_b and kv_a."""
         return self.q_a, self.q_b, self.kv_a
 
 
@@ -79,7 +81,9 @@ class MlapoSizes:
     cache: CacheFormat
 
 
-def _shapes(hidden_TD: Abstract, *_: Abstract | None, formats: Formats, sizes: MlapoSizes, eps: float) -> Shapes:
+def _shapes(
+    hidden_TD: Abstract, *_: Abstract | None, formats: Formats, sizes: MlapoSizes, eps: float, phase: str
+) -> Shapes:
     tokens, dtype = hidden_TD.shape[0], dtype_name(hidden_TD)
     head_dim = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
     return (
@@ -126,7 +130,20 @@ def _work(call: OpCall) -> Work:
         quantize = quantize + weights.q_b.quantize_operations * qa_normed.elements
     if isinstance(quantize, np.ndarray) or quantize:
         parts.append(Part("quantize", vector_flops=quantize))
-    return Work(tuple(parts))
+    kernel = Kernel(
+        f"mlapo_{weights.q_b.format_name}_{call.attributes['phase']}",
+        tuple(part.name for part in parts),
+        {"tokens": tokens, **weight_sizes(weights.projections), "outputs": sizes.heads * q_states.shape[-1]},
+    )
+    is_uniform = len({weight.format_name for weight in weights.projections if weight is not None}) == 1
+    return Work(tuple(parts), kernels=(kernel,) if is_uniform else ())
+
+
+def weight_sizes(weights: Iterable[Weight | None]) -> dict[str, Dim]:
+    """Sizes of kernels that multiply several weights: their elements, and bytes of each, scales included."""
+    present = [weight for weight in weights if weight is not None]
+    elements = sum(float(weight.values.elements) for weight in present)
+    return {"elements": elements, "element_bytes": sum(weight.bytes for weight in present) / elements}
 
 
 def _product(name: str, x_TI: Abstract, weight: Weight, *, reads_input: bool = True) -> Part:
@@ -173,7 +190,7 @@ def write_rows(cache: Tensor, slot_mapping_T: Tensor, rows_TX: Tensor) -> None:
 
 def _reference(
     hidden_TD: Tensor, cos_TP: Tensor, sin_TP: Tensor, slot_mapping_T: Tensor, kv_cache: Tensor,
-    *tensors: Tensor | None, formats: Formats, sizes: MlapoSizes, eps: float,
+    *tensors: Tensor | None, formats: Formats, sizes: MlapoSizes, eps: float, phase: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     weights = _weights_of(tensors, formats)
     tokens = hidden_TD.shape[0]
@@ -205,6 +222,8 @@ def mlapo(
     weights: MlapoWeights,
     sizes: MlapoSizes,
     eps: float,
+    *,
+    phase: str = "prefill",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Low-rank q and kv projections, their norms, RoPE, and the write of the latent rows to the KV cache.
 
@@ -214,11 +233,12 @@ def mlapo(
         kv_cache[slot_mapping] = concat(latent, key)
 
     Returns q_states (T, H, N+P), kv_c_normed (T, R), k_rot (T, P), qa_normed (T, Q); Q is 0 without q_lora_rank.
-    Mutates kv_cache. Quantised weights make it `mlapo_quant`, which quantises its activations itself.
+    Mutates kv_cache. Quantised weights make it `mlapo_quant`, which quantises its activations itself. The phase changes
+    nothing but which measured kernels price it.
     """
     op = MLAPO if weights.q_b.is_plain else MLAPO_QUANT
     q_states, kv_c_normed, k_rot, qa_normed = op(
         hidden_TD, cos_TP, sin_TP, slot_mapping_T, kv_cache, *weights.tensors,
-        formats=weights.formats, sizes=sizes, eps=eps,
+        formats=weights.formats, sizes=sizes, eps=eps, phase=phase,
     )  # fmt: skip
     return q_states, kv_c_normed, k_rot, qa_normed

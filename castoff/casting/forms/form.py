@@ -13,6 +13,9 @@ from castoff.dims import Array, Dim
 from castoff.spec.device import Device
 from castoff.spec.fits import Correction
 
+# Measured layers near where the host and the device take equally long are some 10 % above the longer.
+EAGER_SHARPNESS = 6.0
+
 Sizes = Mapping[str, Dim]
 Coefficients = Mapping[str, float]
 
@@ -21,12 +24,16 @@ LEAST_SIZE = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """seconds: of a kernel, its launch included. The others say what it is made of, each as if it had it to itself."""
+    """seconds: of a kernel, its launch included. The others say what it is made of, each as if it had it to itself.
+
+    host_s: what the host takes to launch it and what goes with it where no graph does, beside the device.
+    """
 
     seconds: Dim
     compute_s: Dim = 0.0
     memory_s: Dim = 0.0
     launch_s: Dim = 0.0
+    host_s: Dim = 0.0
 
 
 def no_features(_: Sizes, __: Device) -> Mapping[str, Dim]:
@@ -58,6 +65,11 @@ def smooth_maximum(a: Dim, b: Dim, sharpness: float) -> Dim:
     """(a^q + b^q)^(1/q): two things that overlap, the better the larger q = 1 + sharpness is."""
     q = 1.0 + sharpness
     return (a**q + b**q) ** (1 / q)
+
+
+def eager_s(host_s: Dim, device_s: Dim) -> Dim:
+    """Time of work that the host launches op by op: whichever of the two takes longer hides the other."""
+    return smooth_maximum(host_s, device_s, EAGER_SHARPNESS)
 
 
 def log_factor(correction: Correction, axes: Sizes) -> Dim:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from castoff.casting.forms.attention import ABSORBED_OR_DENSE, DECODE_ATTENTION, PREFILL_ATTENTION
 from castoff.casting.forms.collective import ALL_REDUCE, EXCHANGE
 from castoff.casting.forms.form import Form
 from castoff.casting.forms.grouped import GROUPED_BF16, GROUPED_FP8
+from castoff.casting.forms.indexer import INDEXER_PROJECTION, PAGED_LOGITS, RAGGED_LOGITS, TOPK
 from castoff.casting.forms.matmul import MATMUL, MATMUL_FP4, MATMUL_FP8, MATMUL_TILES_FP8
+from castoff.casting.forms.projection import PROJECTION
 from castoff.casting.forms.stream import STREAM
 
 FORMS: Mapping[str, Form] = {
@@ -20,4 +23,12 @@ FORMS: Mapping[str, Form] = {
     "stream": STREAM,
     "all_reduce": ALL_REDUCE,
     "exchange": EXCHANGE,
+    "projection": PROJECTION,
+    "indexer_projection": INDEXER_PROJECTION,
+    "ragged_logits": RAGGED_LOGITS,
+    "paged_logits": PAGED_LOGITS,
+    "topk": TOPK,
+    "prefill_attention": PREFILL_ATTENTION,
+    "decode_attention": DECODE_ATTENTION,
+    "absorbed_or_dense": ABSORBED_OR_DENSE,
 }
