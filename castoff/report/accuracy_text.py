@@ -21,6 +21,8 @@ def calibration_table(result: Calibration) -> Table:
     """What `castoff calibrate` shows: each fit, its rows and sites, and how far off were sites that it left out."""
     columns = ("fit", "kernels", "rows", "sites", "median", "p90")
     made = table(f"{result.backend} on {result.device}: errors on sites left out of the fit", columns, left=2)
+    for column in made.columns[:2]:
+        column.no_wrap = False
     for stage in result.stages:
         errors = percent(stage.median_abs_error), percent(stage.p90_abs_error)
         made.add_row(stage.name, ", ".join(stage.curves), count(stage.rows), count(stage.sites), *errors)
