@@ -70,7 +70,12 @@ def calibrate(
         groups = list(samples(stage, own, known))
         if not groups:
             continue
-        recipes = {curve: recipe.after(fits.get(recipe.of or curve)) for curve, recipe in stage.recipes.items()}
+        measured = {slot.curve for group in groups for slot in group.slots}
+        recipes = {
+            curve: recipe.after(fits.get(recipe.of or curve))
+            for curve, recipe in stage.recipes.items()
+            if curve in measured
+        }
         result, found = _run(replace(stage, recipes=recipes), own, groups, pricing)
         results.append(result)
         fits = {**fits, **found}

@@ -7,7 +7,7 @@ FLOPs count a multiply-add as two. Bytes are device-memory traffic that the op c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from castoff.dims import Dim
@@ -63,7 +63,7 @@ class Collective:
     group: Group
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """Some of an op's work as a stack without fused ops launches it: what a curve fitted to measurements prices.
 
@@ -73,7 +73,7 @@ class Kernel:
 
     curve: str
     parts: tuple[str, ...]
-    sizes: Mapping[str, Dim]
+    sizes: Mapping[str, Dim] = field(hash=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,9 +95,7 @@ def _topk(sizes: Sizes, c: Coefficients, device: Device) -> Times:
     cores = float(device.num_cores or 1)
     length = topk + sizes["excess"] / maximum(selecting, 1e-9)
     far = maximum(length - c["near_keys"], 0.0)
-    row_s = (
-        c["row_s"] + c["pass_s"] * np.log2(length / topk) + length * c["near_key_s"] + far * c["far_key_s"]
-    )
+    row_s = c["row_s"] + c["pass_s"] * np.log2(length / topk) + length * c["near_key_s"] + far * c["far_key_s"]
     load = selecting / (cores * (1 + c["rows_per_core"]))
     # Below one row per place they all run at once; above, the last round is full on average to a half.
     rounds = np.where(load < 1, 1.0, load + 0.5 * np.exp(-load / 3))
@@ -129,5 +127,3 @@ TOPK = Form(
     ("queries", "selecting", "excess", "topk", "sparse"),
     _topk_axes,
 )
-
-
