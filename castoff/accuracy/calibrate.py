@@ -71,7 +71,12 @@ def calibrate(
         groups = [] if fits.keys() >= stage.recipes.keys() else list(samples(stage, own, known))
         if not groups:
             continue
-        recipes = {curve: recipe.after(fits.get(recipe.of or curve)) for curve, recipe in stage.recipes.items()}
+        measured = {slot.curve for group in groups for slot in group.slots}
+        recipes = {
+            curve: recipe.after(fits.get(recipe.of or curve))
+            for curve, recipe in stage.recipes.items()
+            if curve in measured
+        }
         result, found = _run(replace(stage, recipes=recipes), own, groups, pricing)
         results.append(result)
         fits = {**fits, **found}

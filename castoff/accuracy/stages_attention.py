@@ -96,7 +96,7 @@ MODULE_STAGES: tuple[Stage, ...] = (
         series=("dsa_generation_module", "dsa_generation_module_skip_indexer"),
         sites=("batch_size", "tp_size"),
         recipes=_DECODE,
-        how=Robustness(prior=1e-5),
+        how=Robustness(prior=1e-5, most_rows=3000, steps=25),
     ),
     Stage(
         name="attention modules in prefill",
@@ -106,6 +106,6 @@ MODULE_STAGES: tuple[Stage, ...] = (
         untrusted={"h200_sxm": ("dsa_context_module_skip_indexer",)},
         sites=("batch_size", "isl", "tp_size"),
         recipes=_PREFILL,
-        how=Robustness(prior=1e-4),
+        how=Robustness(prior=1e-4, most_rows=3000, steps=25),
     ),
 )

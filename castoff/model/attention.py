@@ -39,7 +39,7 @@ def attention(
     written, slots_T = latent.written_to(inputs)
     q_THX, _, _, qa_normed_TQ = mlapo(
         normed_TD, inputs.cos_TP, inputs.sin_TP, slots_T, written,
-        _mlapo_weights(weights), _mlapo_sizes(setup, heads), model.latent_norm_eps, phase=setup.mode,
+        _mlapo_weights(weights), _mlapo_sizes(setup, heads), model.latent_norm_eps, mode=setup.mode,
     )  # fmt: skip
     topk_TK = index_tokens(
         setup, weights, caches, inputs, layer, normed_TD, qa_normed_TQ, selected.topk_TK, indexer=indexer

@@ -40,7 +40,7 @@ def index_tokens(
     columns = minimum(sizes.topk_limit, ceil_div(inputs.longest, sizes.shards))
     local_TK, *scores = dsa_indexer(
         normed_TD, qa_normed_TQ, inputs.cos_TP, inputs.sin_TP, cache, inputs.slot_mapping_T,
-        inputs.block_tables, inputs.seq_lens_B, own, sizes, columns, inputs.lengths, phase=setup.mode,
+        inputs.block_tables, inputs.seq_lens_B, own, sizes, columns, inputs.lengths, mode=setup.mode,
     )  # fmt: skip
     if setup.mesh.dcp.size == 1:
         return local_TK

@@ -83,7 +83,7 @@ def _shapes(
     sizes: IndexerSizes,
     topk: Dim,
     lengths: Lengths | None,
-    phase: str,
+    mode: str = "prefill",
 ) -> Shapes:
     chosen = (hidden_TD.shape[0], topk)
     return ((chosen, "int32"),) if sizes.shards == 1 else ((chosen, "int32"), (chosen, "fp32"))
@@ -126,7 +126,7 @@ def _kernels(call: OpCall, parts: tuple[str, ...], weights: IndexerWeights) -> t
     """What comes before the scores, the scores, and the selection."""
     sizes: IndexerSizes = call.attributes["sizes"]
     lengths: Lengths = call.attributes["lengths"]
-    phase, width, limit = call.attributes["phase"], sizes.heads * sizes.head_dim, sizes.topk_limit
+    phase, width, limit = call.attributes["mode"], sizes.heads * sizes.head_dim, sizes.topk_limit
     queries, pairs = lengths.tokens, lengths.visible / sizes.shards
     sparse = attends_sparsely(lengths, limit, phase)
     keys, for_scores = weight_sizes((weights.wk,)), weight_sizes((weights.wq_b, weights.weights_proj))
@@ -218,7 +218,7 @@ def _projection(name: str, x_TI: Abstract, weight: Weight, *, reads_input: bool)
 def _reference(
     hidden_TD: Tensor, qa_TQ: Tensor, cos_TP: Tensor, sin_TP: Tensor, indexer_cache: Tensor, slot_mapping_T: Tensor,
     block_tables: Tensor, seq_lens_B: Tensor, *tensors: Tensor | None,
-    formats: Formats, sizes: IndexerSizes, topk: int, lengths: Lengths | None, phase: str,
+    formats: Formats, sizes: IndexerSizes, topk: int, lengths: Lengths | None, mode: str = "prefill",
 ) -> tuple[Tensor]:  # fmt: skip
     weights = _weights_of(tensors, formats)
     tokens, requests = hidden_TD.shape[0], seq_lens_B.shape[0]
@@ -323,7 +323,7 @@ def dsa_indexer(
     topk: Dim,
     lengths: Lengths | None,
     *,
-    phase: str = "prefill",
+    mode: str = "prefill",
 ) -> tuple[Tensor, ...]:
     """Ids of the cached tokens that each query attends to.
 
@@ -336,13 +336,13 @@ def dsa_indexer(
     topk: columns of the result, at most topk_limit; as many as the longest request has tokens are enough.
     Returns int32 (T, topk), the best first; unused columns come last and hold −1. Where several ranks split the keys,
     these are the best of this rank's, and their scores, fp32, come with them. Mutates indexer_cache.
-    The phase changes nothing but which measured kernels price it.
+    The mode changes nothing but which measured kernels price it.
     What must not change the result: the block size of the cache and the allocated length, only the real lengths count.
     """
     return DSA_INDEXER(
         hidden_TD, qa_normed_TQ, cos_TP, sin_TP, indexer_cache, slot_mapping_T, block_tables, seq_lens_B,
         *weights.tensors, formats=weights.formats, sizes=sizes, topk=topk, lengths=lengths,
-        phase=phase,
+        mode=mode,
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ class MlapoSizes:
 
 
 def _shapes(
-    hidden_TD: Abstract, *_: Abstract | None, formats: Formats, sizes: MlapoSizes, eps: float, phase: str
+    hidden_TD: Abstract, *_: Abstract | None, formats: Formats, sizes: MlapoSizes, eps: float, mode: str = "prefill"
 ) -> Shapes:
     tokens, dtype = hidden_TD.shape[0], dtype_name(hidden_TD)
     head_dim = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
@@ -131,7 +131,7 @@ def _work(call: OpCall) -> Work:
     if isinstance(quantize, np.ndarray) or quantize:
         parts.append(Part("quantize", vector_flops=quantize))
     kernel = Kernel(
-        f"mlapo_{weights.q_b.format_name}_{call.attributes['phase']}",
+        f"mlapo_{weights.q_b.format_name}_{call.attributes['mode']}",
         tuple(part.name for part in parts),
         {"tokens": tokens, **weight_sizes(weights.projections), "outputs": sizes.heads * q_states.shape[-1]},
     )
@@ -190,7 +190,7 @@ def write_rows(cache: Tensor, slot_mapping_T: Tensor, rows_TX: Tensor) -> None:
 
 def _reference(
     hidden_TD: Tensor, cos_TP: Tensor, sin_TP: Tensor, slot_mapping_T: Tensor, kv_cache: Tensor,
-    *tensors: Tensor | None, formats: Formats, sizes: MlapoSizes, eps: float, phase: str,
+    *tensors: Tensor | None, formats: Formats, sizes: MlapoSizes, eps: float, mode: str = "prefill",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     weights = _weights_of(tensors, formats)
     tokens = hidden_TD.shape[0]
@@ -223,7 +223,7 @@ def mlapo(
     sizes: MlapoSizes,
     eps: float,
     *,
-    phase: str = "prefill",
+    mode: str = "prefill",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Low-rank q and kv projections, their norms, RoPE, and the write of the latent rows to the KV cache.
 
@@ -233,12 +233,12 @@ def mlapo(
         kv_cache[slot_mapping] = concat(latent, key)
 
     Returns q_states (T, H, N+P), kv_c_normed (T, R), k_rot (T, P), qa_normed (T, Q); Q is 0 without q_lora_rank.
-    Mutates kv_cache. Quantised weights make it `mlapo_quant`, which quantises its activations itself. The phase changes
+    Mutates kv_cache. Quantised weights make it `mlapo_quant`, which quantises its activations itself. The mode changes
     nothing but which measured kernels price it.
     """
     op = MLAPO if weights.q_b.is_plain else MLAPO_QUANT
     q_states, kv_c_normed, k_rot, qa_normed = op(
         hidden_TD, cos_TP, sin_TP, slot_mapping_T, kv_cache, *weights.tensors,
-        formats=weights.formats, sizes=sizes, eps=eps, phase=phase,
+        formats=weights.formats, sizes=sizes, eps=eps, mode=mode,
     )  # fmt: skip
     return q_states, kv_c_normed, k_rot, qa_normed

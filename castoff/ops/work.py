@@ -6,7 +6,7 @@ FLOPs count a multiply-add as two. Bytes are device-memory traffic that the op c
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -63,7 +63,7 @@ class Collective:
     group: Group
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """Some of an op's work as a stack without fused ops launches it: what a curve fitted to measurements prices.
 
@@ -74,7 +74,7 @@ class Kernel:
 
     curve: str
     parts: tuple[str, ...]
-    sizes: Mapping[str, Dim]
+    sizes: Mapping[str, Dim] = field(hash=False)
     general: str | None = None
 
     def known_curve(self, curves: Container[str]) -> str | None:

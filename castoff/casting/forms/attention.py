@@ -1,7 +1,8 @@
 """Forms of latent attention: over selected rows in prefill and in decode, and dense over short contexts.
 
 Sizes: queries; rows, those that the queries attend to, summed; topk, the most that one may; heads; row_bytes of the
-cache; longest, tokens of the longest request; sparse, 0 where a prefill attends densely, else 1.
+cache; cached, the rows in it; longest, tokens of the longest request; sparse, 0 where a prefill attends densely, else
+1. Dense attention: pairs of a query and a row that it sees, and dense_width, what a pair multiplies in all heads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from castoff.casting.forms.projection import PROJECTION
 from castoff.dims import Dim, maximum, minimum
 from castoff.spec.device import Device
 
+# Fewer rows than this in the whole cache are in the memory of few channels.
 HOT_ROWS = 128
+# So that a second round never takes less than the first.
+MOST_MISSING = 0.4
 # Heads that one block of the kernel computes, fewer or not.
 BLOCK_HEADS = 64
 # Hosts prepare more for requests longer than this.
@@ -37,7 +41,7 @@ def _prefill(sizes: Sizes, c: Coefficients, device: Device) -> Times:
     # The same few rows, asked for by all cores at once, come from few memory channels.
     crowd = queries * c["hot_s"] * scale * (sizes["cached"] < HOT_ROWS)
     # Rows that a query does not have are skipped by full cores, and waited for by others.
-    missing = (1 - visible) * np.where(rounds <= 1, c["missing_alone"], -minimum(c["missing"], 0.9))
+    missing = (1 - visible) * np.where(rounds <= 1, c["missing_alone"], -minimum(c["missing"], MOST_MISSING))
     sparse = sizes["sparse"]
     busy: Dim = filled * (1 + missing) * smooth_maximum(compute, memory, c["overlap"])
     busy = maximum(busy, crowd)
