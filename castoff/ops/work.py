@@ -6,8 +6,8 @@ FLOPs count a multiply-add as two. Bytes are device-memory traffic that the op c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from castoff.dims import Dim
