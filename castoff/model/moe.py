@@ -145,9 +145,10 @@ def _local_rows(setup: Setup, group_tokens: Dim) -> Dim:
     mean = tokens * chosen / (mesh.ep.size - mesh.shared_expert_ranks)
     # No rank can get more than one copy per token and local expert.
     most = tokens * min(chosen, mesh.experts_per_rank)
+    busiest = mean * mesh.parallel.expert_load_imbalance
     if setup.expert_load_alpha:
-        mean = maximum(mean, _skewed_load(setup, group_tokens).rows / mesh.moe_tp.size)
-    return minimum(mean * mesh.parallel.expert_load_imbalance, most)
+        busiest = maximum(busiest, _skewed_load(setup, group_tokens).rows / mesh.moe_tp.size)
+    return minimum(busiest, most)
 
 
 def _skewed_load(setup: Setup, tokens: Dim) -> ExpertLoad:

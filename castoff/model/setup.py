@@ -89,6 +89,7 @@ def resolve_setup(model: ModelSpec, device: Device, backend: Backend, scenario: 
         sequence_parallel=compilation.enable_sequence_parallel and mesh.tp.size > 1,
         quantized_dispatch=backend.quantized_dispatch,
         stage_starts=stage_starts(model, mesh.pp.size),
+        expert_load_alpha=0.0 if backend.serving is None else backend.serving.expert_load_alpha,
     )
 
 

@@ -6,7 +6,7 @@ fitted to measurements on one device, which the file names as `device`; a shippe
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
 from castoff.spec.fits import Fit, read_fit
@@ -126,10 +126,16 @@ class Backend:
 def load_backend(name_or_path: str, device: str | None = None) -> Backend:
     """A shipped backend by its exact name, or a backend file by its path; raises `CastoffError`.
 
-    device: by name, the one whose fits are wanted; without it there are none. A file that was fitted on one device is
+    device: by name, the one whose fits and host times are wanted; without it there are no fits. A file that was fitted on one device is
     refused on another.
     """
-    return _read_backend(_stacked(_layers(name_or_path, device)))
+    backend = _read_backend(_stacked(_layers(name_or_path, device)))
+    if backend.serving is None or device is None:
+        return backend
+    system = backend.serving.system(device)
+    host_s = {**backend.host_s_per_step, "decode": system.host_s_per_decode_step}
+    sources = {**backend.sources, "host_s_per_step": system.source}
+    return replace(backend, host_s_per_step=host_s, host_origin=system.origin, sources=sources)
 
 
 def backend_fits(name_or_path: str) -> dict[str, Mapping[str, Fit]]:
