@@ -11,6 +11,7 @@ import numpy as np
 
 from castoff.casting.collective import collective_s, levels_of
 from castoff.casting.curves import fitted_times, parts_terms
+from castoff.casting.whole_op import as_kernel, curve_of
 from castoff.dims import Array, Dim, maximum, some, where
 from castoff.ops.program import Block, OpCall, Program
 from castoff.ops.work import Kernel, Work, without_kernels
@@ -109,9 +110,11 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     """Time of one call: a measured one where there is one, else that of its kernels, one after the other.
 
     A kernel that the backend has a fit for costs what the fit says; all other parts are one by the family's curve.
+    Where it has a fit of the whole op, that is the only kernel.
     """
     work, fits = call.work, pricing.backend.fits
-    fitted = [kernel for kernel in work.kernels if kernel.curve in fits and _is_covered(kernel, work, pricing)]
+    kernels = (as_kernel(call),) if curve_of(call.op.name) in fits else work.kernels
+    fitted = [kernel for kernel in kernels if kernel.curve in fits and _is_covered(kernel, work, pricing)]
     rest = without_kernels(work, fitted) if fitted else work
     prices = [_fitted_price(kernel, fits[kernel.curve], pricing.device) for kernel in fitted]
     if rest.parts or rest.collectives or not prices:
