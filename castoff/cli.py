@@ -211,7 +211,7 @@ def show(
 ) -> None:
     """Show one model, or one device or backend with the source of every figure."""
     found: ModelSpec | Device | Backend
-    if name in shipped_backends() or (name.endswith(".toml") and "curves" in read_toml(Path(name)).values):
+    if name in shipped_backends() or (name.endswith(".toml") and _is_backend(Path(name))):
         found = load_backend(name)
         details = catalogue.backend_details(found)
     elif name in shipped_devices() or name.endswith(".toml"):
@@ -226,6 +226,11 @@ def show(
         write_json(json, found)
     else:
         print_text(render(*details))
+
+
+def _is_backend(file: Path) -> bool:
+    """A backend has curves, its own or another's."""
+    return bool({"curves", "extends"} & read_toml(file).values.keys())
 
 
 def shapes(

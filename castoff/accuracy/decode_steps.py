@@ -66,7 +66,7 @@ class FilledEngine(Engine):
 def filled_engine(
     setup: Setup, points: Sequence[Point], *, dtype: str, device: str, progress: Callable[[str], None]
 ) -> FilledEngine:
-    """An engine with random weights and room for the largest of the points. Raises CastoffError where it does not fit."""
+    """An engine with random weights and room for the largest point. Raises CastoffError where it does not fit."""
     blocks = max(point.batch * (-(-point.context // BLOCK_TOKENS) + 1) for point in points)
     own_dtype, own_device = getattr(torch, dtype), torch.device(device)
     check_fits(setup, (blocks + 1) * BLOCK_TOKENS, None, dtype=own_dtype, device=own_device)
@@ -134,9 +134,7 @@ def summarized(setup: Setup, point: Point, times: Sequence[StepTimes]) -> Measur
         names = [name for name, _ in step.calls[: len(recorded)]]
         assert names == [call.op.name for call in recorded], "a run has the ops of its cast"
     seconds = [median(step.calls[place][1] for step in times) for place in range(len(recorded))]
-    return MeasuredPoint(
-        point, tuple(zip(recorded, seconds, strict=True)), median(step.seconds for step in times)
-    )
+    return MeasuredPoint(point, tuple(zip(recorded, seconds, strict=True)), median(step.seconds for step in times))
 
 
 def recorded_calls(setup: Setup, point: Point) -> list[OpCall]:

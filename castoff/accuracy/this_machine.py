@@ -1,4 +1,4 @@
-"""Calibrating castoff for this machine: the ops of `castoff run`, measured inside decode steps and fitted one by one."""
+"""Calibrating for this machine: the ops of `castoff run`, measured inside decode steps and fitted one by one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from castoff.accuracy.fit import Recipe, Robustness, Samples, Slot, as_fit, fit,
 from castoff.accuracy.peaks import Peaks, measure_peaks
 from castoff.casting.whole_op import as_kernel, curve_of
 from castoff.dims import Array
+from castoff.errors import CastoffError
 from castoff.model.setup import Setup
 from castoff.runtime.memory import free_bytes, weights_bytes
 from castoff.runtime.options import RunOptions, check_options
 from castoff.runtime.structure import run_setup
+from castoff.spec.checks import MOST
 from castoff.spec.device import load_device
 from castoff.spec.fits import Fit
 from castoff.spec.model import ModelSpec, load_model
@@ -37,6 +39,7 @@ from castoff.spec.scenario import Mtp, Quant, Scenario
 torch = lazy.load("torch")
 
 Progress = Callable[[int, int], None]
+DeviceKind = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 
 DEVICE_NAME = "this_machine"
@@ -63,10 +66,17 @@ class MachineGrid:
     rounds: int = 3
     steps: int = 2
 
+    def __post_init__(self) -> None:
+        for flag, values in (("--batch", self.batches), ("--length", self.contexts), ("--rounds", (self.rounds,))):
+            if not values or not all(1 <= value <= MOST for value in values):
+                raise CastoffError(f"{flag} must be from 1 to {MOST}, got {', '.join(map(str, values))}")
+        if len(set(self.points)) < 2:
+            raise CastoffError("one batch and one length are no grid; give --batch or --length two numbers or more")
+
     @property
     def points(self) -> tuple[Point, ...]:
         """All pairs."""
-        return tuple(Point(batch, context) for batch in self.batches for context in self.contexts)
+        return tuple(Point(batch, context) for batch in sorted({*self.batches}) for context in sorted({*self.contexts}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +89,7 @@ class MachineOptions:
     model: str = "zai-org/GLM-5.2"
     num_hidden_layers: int | None = 4
     num_experts: int | None = None
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceKind = "cpu"
     dtype: DType = "bfloat16"
 
 
@@ -173,8 +183,9 @@ def fitted(
     options: MachineOptions, model: ModelSpec, measured: Sequence[MeasuredPoint], peaks: Peaks
 ) -> MachineCalibration:
     """Fit every op of the steps measured."""
-    layers, experts = model.num_hidden_layers, model.moe.n_routed_experts if model.moe else 0
-    cut = f"{model.name} cut to {layers} layers" + (f" and {experts} experts" if experts else "")
+    cut = f"{model.num_hidden_layers} layers of {model.name}"
+    if "sparse" in model.mlp_layer_types:
+        cut += f" with {model.moe.n_routed_experts} experts each"
     today = datetime.now(UTC).date().isoformat()
     source = (
         f"castoff calibrate --this-machine on {today}: {cut}, {options.dtype}, torch {torch.__version__} on "
