@@ -3,13 +3,13 @@
     python benchmarks/bench_this_machine.py
     python benchmarks/bench_this_machine.py --dtype float32 --experts 8 --threads 2 --prompts 5000
 
-GLM-5.2's dimensions cut to 4 layers and a few experts, decode steps of four configurations that the calibration does not
-measure: batch 1 and 4, context 1K and 8K. Both are measured in turns, so that a busy machine slows both alike; predictions come
-from the files that the command writes, by `castoff.cast`. Rows go to benchmarks/this_machine.csv.
+GLM-5.2's dimensions cut to 4 layers and a few experts, decode steps of four configurations that the calibration does
+not measure: batch 1 and 4, context 1K and 8K. Both are measured in turns, so that a busy machine slows both alike;
+predictions come from the files that the command writes, by `castoff.cast`. Rows go to benchmarks/this_machine.csv.
 
-Prompts cost nothing here: caches are random, see castoff/accuracy/decode_steps.py. With --prompts N, configurations of up to N
-prompt tokens are also carried out whole, by what `castoff run` calls, prompts included; they have rows of their own. Their TPOT is
-that of the request that joins last, since the others wait for its prompt.
+Prompts cost nothing here: caches are random, see castoff/accuracy/decode_steps.py. With --prompts N, configurations of
+up to N prompt tokens are also carried out whole, by what `castoff run` calls, prompts included; they have rows of their
+own. Their TPOT is that of the request that joins last, since the others wait for its prompt.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def cut_model(folder: Path, experts: int) -> str:
 
 def measured(model: str, options: argparse.Namespace, folder: Path) -> dict[Point, float]:
     """Write the files of a calibration; the TPOT of the four configurations."""
-    machine_options = MachineOptions(model=model, num_hidden_layers=None, num_experts=options.experts, dtype=options.dtype)
+    machine_options = MachineOptions(
+        model=model, num_hidden_layers=None, num_experts=options.experts, dtype=options.dtype
+    )
     setup = machine_setup(machine_options)
     engine = filled_engine(setup, (*GRID.points, *CHECKS), dtype=options.dtype, device="cpu", progress=print)
     steps: dict[Point, list[StepTimes]] = {point: [] for point in GRID.points}
