@@ -68,9 +68,7 @@ def cut_model(folder: Path, experts: int) -> str:
 
 def measured(model: str, options: argparse.Namespace, folder: Path) -> dict[Point, float]:
     """Write the files of a calibration; the TPOT of the four configurations."""
-    machine_options = MachineOptions(
-        model=model, num_hidden_layers=None, num_experts=options.experts, dtype=options.dtype
-    )
+    machine_options = MachineOptions(model=model, num_experts=options.experts, dtype=options.dtype)
     setup = machine_setup(machine_options)
     engine = filled_engine(setup, (*GRID.points, *CHECKS), dtype=options.dtype, device="cpu", progress=print)
     steps: dict[Point, list[StepTimes]] = {point: [] for point in GRID.points}

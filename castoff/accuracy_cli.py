@@ -13,14 +13,12 @@ from castoff.accuracy import calibrate as fitting
 from castoff.accuracy.fit_file import fits_toml
 from castoff.accuracy.machine_files import backend_toml, device_toml
 from castoff.accuracy.ops import ops_accuracy
-from castoff.accuracy.this_machine import DeviceKind, DType, MachineGrid, MachineOptions, calibrate_machine
+from castoff.accuracy.this_machine import FEW_LAYERS, DeviceKind, DType, MachineGrid, MachineOptions, calibrate_machine
 from castoff.errors import CastoffError
 from castoff.flags import Choice, JsonTarget
 from castoff.report.accuracy_text import accuracy_tables, calibration_table, machine_table
 from castoff.report.output import check_outputs, make_directory, print_text, render, write_file, write_json
 from castoff.report.progress import progress_bar, progress_line
-
-FEW_LAYERS = MachineOptions().num_hidden_layers
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -60,7 +58,7 @@ class MachineFlags:
         ),
     ] = None
     num_hidden_layers_override: Annotated[
-        int | None, Parameter(help=f"Keep only the first layers of the model; {FEW_LAYERS} by default.")
+        int | None, Parameter(help=f"Keep only the first layers of the model; up to {FEW_LAYERS} by default.")
     ] = None
     dtype: Annotated[
         DType | None, Parameter(help="Of weights, caches and activations; bfloat16 by default, as in `castoff run`.")

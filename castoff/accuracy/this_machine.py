@@ -43,6 +43,8 @@ DeviceKind = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 
 DEVICE_NAME = "this_machine"
+# Of the shipped models these have every op.
+FEW_LAYERS = 4
 # Experts are left out until weights take no more than this share of the memory that is free.
 MEMORY_SHARE = 0.6
 # The form of ops asks nothing of a device.
@@ -83,11 +85,12 @@ class MachineGrid:
 class MachineOptions:
     """Which machine and which model.
 
+    num_hidden_layers: the first of the model; None keeps up to `FEW_LAYERS`.
     num_experts: routed experts per layer; None keeps as many as leave room.
     """
 
     model: str = "zai-org/GLM-5.2"
-    num_hidden_layers: int | None = 4
+    num_hidden_layers: int | None = None
     num_experts: int | None = None
     device: DeviceKind = "cpu"
     dtype: DType = "bfloat16"
@@ -156,6 +159,8 @@ def machine_setup(options: MachineOptions) -> Setup:
     """The structure that is measured: a model with fewer layers and, where they leave no room, fewer experts."""
     check_options(RunOptions(random_prompts="1x1", device=options.device), Offload())
     spec = load_model(options.model, num_hidden_layers=options.num_hidden_layers)
+    if options.num_hidden_layers is None and spec.num_hidden_layers > FEW_LAYERS:
+        spec = spec.with_num_hidden_layers(FEW_LAYERS)
     if "sparse" not in spec.mlp_layer_types:
         return _setup(spec)
     if options.num_experts is not None:

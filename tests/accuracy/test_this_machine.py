@@ -41,7 +41,7 @@ GRID = MachineGrid(batches=(1, 2, 6), contexts=(20, 60, 200))
 @pytest.fixture
 def options(tmp_path: Path) -> MachineOptions:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return MachineOptions(model=str(tmp_path), num_hidden_layers=None, dtype="float32")
+    return MachineOptions(model=str(tmp_path), dtype="float32")
 
 
 def imagined(setup: Setup, point: Point, seconds_per_flop: float = 1e-9) -> MeasuredPoint:

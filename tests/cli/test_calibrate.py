@@ -10,7 +10,7 @@ from tests.cli.commands import CONFIG, exit_status
 pytest.importorskip("torch")
 
 Capture = pytest.CaptureFixture[str]
-SMALL = ["--dtype", "float32", "--num-hidden-layers-override", "3", "--batch", "1,2", "--length", "20", "--rounds", "1"]
+SMALL = ["--dtype", "float32", "--batch", "1,2", "--length", "20", "--rounds", "1"]
 
 
 @pytest.fixture(autouse=True)
