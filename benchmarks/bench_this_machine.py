@@ -10,15 +10,20 @@ predictions come from the files that the command writes, by `castoff.cast`. Rows
 Prompts cost nothing here: caches are random, see castoff/accuracy/decode_steps.py. With --prompts N, configurations of
 up to N prompt tokens are also carried out whole, by what `castoff run` calls, prompts included; they have rows of their
 own. Their TPOT is that of the request that joins last, since the others wait for its prompt.
+
+--clock cpu counts the processor time of the one thread that computes instead of the time that passes: about what would
+pass on a machine without other work.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,13 +42,14 @@ from castoff.runtime.options import RunOptions
 from castoff.spec.model import raw_config
 
 COLUMNS = (
-    "date", "machine", "threads", "load_before", "load_after", "torch", "castoff", "dtype", "experts", "grid", "rounds",
-    "which", "batch", "context", "predicted_s", "measured_s", "error", "origin",
+    "date", "machine", "threads", "clock", "load_before", "load_after", "torch", "castoff", "dtype", "experts", "grid",
+    "rounds", "which", "batch", "context", "predicted_s", "measured_s", "error", "origin",
 )  # fmt: skip
 LAYERS = 4
 GRID = MachineGrid(contexts=(512, 2048, 12288))
 CHECKS = tuple(Point(batch, context) for batch in (1, 4) for context in (1024, 8192))
 CHECKED_STEPS = 2
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
 def arguments() -> argparse.Namespace:
@@ -51,10 +57,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
     parser.add_argument("--rounds", type=int, default=GRID.rounds)
     parser.add_argument("--prompts", type=int, default=0, metavar="N")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("this_machine.csv"))
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.clock == "cpu" and (options.threads > 1 or options.prompts):
+        parser.error("--clock cpu is for one thread, and runs with --prompts have the time that passes")
+    return options
 
 
 def cut_model(folder: Path, experts: int) -> str:
@@ -74,12 +84,14 @@ def measured(model: str, options: argparse.Namespace, folder: Path) -> dict[Poin
     steps: dict[Point, list[StepTimes]] = {point: [] for point in GRID.points}
     checked: dict[Point, list[float]] = {point: [] for point in CHECKS}
 
+    clock = CLOCKS[options.clock]
+
     def visit(point: Point) -> None:
         if point in checked:
-            checked[point].append(tpot_s(engine, point, steps=CHECKED_STEPS))
+            checked[point].append(tpot_s(engine, point, steps=CHECKED_STEPS, now_s=clock))
             print(point, f"TPOT {checked[point][-1]:.3f} s", flush=True)
         else:
-            steps[point] += timed_steps(engine, point, steps=GRID.steps)
+            steps[point] += timed_steps(engine, point, steps=GRID.steps, now_s=clock)
             print(point, f"{steps[point][-1].seconds:.3f} s", flush=True)
 
     in_rounds((*GRID.points, *CHECKS), options.rounds, visit, lambda _, __: None)
@@ -105,6 +117,8 @@ def run_whole(model: str, options: argparse.Namespace, point: Point) -> float:
         random_prompts=f"{point.batch}x{point.context}", random_weights=0, max_new_tokens=6, ignore_eos=True,
         batch=point.batch, dtype=options.dtype,
     )  # fmt: skip
+    # The weights of the steps before.
+    gc.collect()
     last = generate.run(model, asked).results[-1]
     return (last.last_token_s - last.first_token_s) / (len(last.tokens) - 1)
 
@@ -142,6 +156,7 @@ def main() -> None:
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
         "threads": options.threads,
+        "clock": options.clock,
         "load_before": f"{load_before:.1f}",
         "load_after": f"{os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,

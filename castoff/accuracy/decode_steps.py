@@ -78,28 +78,30 @@ def filled_engine(
     return engine
 
 
-def timed_steps(engine: FilledEngine, point: Point, *, steps: int) -> list[StepTimes]:
-    """So many decode steps of a batch, one after the other, after one that is not counted."""
-    clock = CallClock(engine.device.type)
+def timed_steps(
+    engine: FilledEngine, point: Point, *, steps: int, now_s: Callable[[], float] = time.perf_counter
+) -> list[StepTimes]:
+    """So many decode steps of a batch, one after the other, after one that is not counted. now_s: the clock."""
+    clock = CallClock(engine.device.type, now_s)
     times: list[StepTimes] = []
     last_s: float | None = None
 
     def step_ends() -> None:
         nonlocal last_s
-        calls, now_s = clock.take(), time.perf_counter()
+        calls, ended_s = clock.take(), now_s()
         if last_s is not None:
-            times.append(StepTimes(now_s - last_s, calls))
-        last_s = now_s
+            times.append(StepTimes(ended_s - last_s, calls))
+        last_s = ended_s
 
     with clock.running():
         _decode(engine, point, steps + 1, step_ends)
     return times
 
 
-def tpot_s(engine: FilledEngine, point: Point, *, steps: int) -> float:
-    """Time per token of the request that joined last, with which no prompt interferes, as `castoff run` has it."""
+def tpot_s(engine: FilledEngine, point: Point, *, steps: int, now_s: Callable[[], float] = time.perf_counter) -> float:
+    """Time per token of a batch whose requests have all joined, over so many steps after one that is not counted."""
     ends_s: list[float] = []
-    _decode(engine, point, steps + 1, lambda: ends_s.append(time.perf_counter()))
+    _decode(engine, point, steps + 1, lambda: ends_s.append(now_s()))
     return (ends_s[-1] - ends_s[0]) / steps
 
 

@@ -122,10 +122,14 @@ class OpClock:
 
 
 class CallClock:
-    """Seconds of every op call in order, of those that are computed on this thread while `running`."""
+    """Seconds of every op call in order, of those that are computed on this thread while `running`.
 
-    def __init__(self, device: str) -> None:
+    now_s: what is looked at on a CPU.
+    """
+
+    def __init__(self, device: str, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._device = device
+        self._now_s = now_s
         self._calls: list[tuple[str, float | tuple[Tensor, Tensor]]] = []
 
     @contextmanager
@@ -148,9 +152,9 @@ class CallClock:
 
     @contextmanager
     def _on_host(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started = self._now_s()
         yield
-        self._calls.append((name, time.perf_counter() - started))
+        self._calls.append((name, self._now_s() - started))
 
     @contextmanager
     def _on_device(self, name: str) -> Iterator[None]:
