@@ -19,6 +19,7 @@ from castoff.flags import Choice, JsonTarget
 from castoff.report.accuracy_text import accuracy_tables, calibration_table, machine_table
 from castoff.report.output import check_outputs, make_directory, print_text, render, write_file, write_json
 from castoff.report.progress import progress_bar, progress_line
+from castoff.spec.quant import LinearAction
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -63,6 +64,9 @@ class MachineFlags:
     dtype: Annotated[
         DType | None, Parameter(help="Of weights, caches and activations; bfloat16 by default, as in `castoff run`.")
     ] = None
+    quantize_linear_action: Annotated[
+        LinearAction | None, Parameter(help="Format of the linear layers, experts included; DISABLED by default.")
+    ] = None
     batch: Annotated[Choice, Parameter(help=f"Requests of a step; {_listed(MachineGrid().batches)} by default.")] = None
     length: Annotated[
         Choice, Parameter(help=f"Tokens that each has in the cache; {_listed(MachineGrid().contexts)} by default.")
@@ -73,8 +77,13 @@ class MachineFlags:
 
     @property
     def options(self) -> MachineOptions:
-        """Model and number format."""
-        given = {"model": self.model, "num_hidden_layers": self.num_hidden_layers_override, "dtype": self.dtype}
+        """Model and number formats."""
+        given = {
+            "model": self.model,
+            "num_hidden_layers": self.num_hidden_layers_override,
+            "dtype": self.dtype,
+            "quantize_linear_action": self.quantize_linear_action,
+        }
         return MachineOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
     @property
@@ -165,7 +174,7 @@ def _calibrate_machine(
         print_text(
             f"\nwritten: {files['device']}, {files['backend']}\n"
             f"castoff cast MODEL --device {files['device']} --backend {files['backend']} "
-            "--quantize-linear-action DISABLED --num-queries N --context-length L\n"
+            f"--quantize-linear-action {options.quantize_linear_action} --num-queries N --context-length L\n"
         )
 
 

@@ -34,6 +34,7 @@ from castoff.spec.device import load_device
 from castoff.spec.fits import Fit
 from castoff.spec.model import ModelSpec, load_model
 from castoff.spec.offload import Offload
+from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Mtp, Quant, Scenario
 
 torch = lazy.load("torch")
@@ -92,6 +93,7 @@ class MachineOptions:
     model: str = "zai-org/GLM-5.2"
     num_hidden_layers: int | None = None
     num_experts: int | None = None
+    quantize_linear_action: LinearAction = "DISABLED"
     device: DeviceKind = "cpu"
     dtype: DType = "bfloat16"
 
@@ -157,18 +159,19 @@ def in_rounds(points: Sequence[Point], rounds: int, visit: Callable[[Point], Non
 
 def machine_setup(options: MachineOptions) -> Setup:
     """The structure that is measured: a model with fewer layers and, where they leave no room, fewer experts."""
-    check_options(RunOptions(random_prompts="1x1", device=options.device), Offload())
+    action = options.quantize_linear_action
+    check_options(RunOptions(random_prompts="1x1", device=options.device, quantize_linear_action=action), Offload())
     spec = load_model(options.model, num_hidden_layers=options.num_hidden_layers)
     if options.num_hidden_layers is None and spec.num_hidden_layers > FEW_LAYERS:
         spec = spec.with_num_hidden_layers(FEW_LAYERS)
     if "sparse" not in spec.mlp_layer_types:
-        return _setup(spec)
+        return _setup(spec, action)
     if options.num_experts is not None:
-        return _setup(_with_experts(spec, options.num_experts))
+        return _setup(_with_experts(spec, options.num_experts), action)
     room = free_bytes(torch.device(options.device))
     experts = spec.moe.n_routed_experts
     while True:
-        setup = _setup(_with_experts(spec, experts))
+        setup = _setup(_with_experts(spec, experts), action)
         needed = weights_bytes(setup, getattr(torch, options.dtype).itemsize)
         fewest = 2 * max(spec.moe.num_experts_per_tok, spec.moe.n_group)
         if room is None or needed <= MEMORY_SHARE * room or experts // 2 < fewest or experts % 2:
@@ -176,8 +179,8 @@ def machine_setup(options: MachineOptions) -> Setup:
         experts //= 2
 
 
-def _setup(spec: ModelSpec) -> Setup:
-    return run_setup(spec, Scenario(quant=Quant(quantize_linear_action="DISABLED"), mtp=Mtp()))
+def _setup(spec: ModelSpec, action: LinearAction) -> Setup:
+    return run_setup(spec, Scenario(quant=Quant(quantize_linear_action=action), mtp=Mtp()))
 
 
 def _with_experts(spec: ModelSpec, experts: int) -> ModelSpec:
@@ -191,9 +194,12 @@ def fitted(
     cut = f"{model.num_hidden_layers} layers of {model.name}"
     if "sparse" in model.mlp_layer_types:
         cut += f" with {model.moe.n_routed_experts} experts each"
+    formats = options.dtype
+    if options.quantize_linear_action != "DISABLED":
+        formats += f" with linear layers in {options.quantize_linear_action}"
     today = datetime.now(UTC).date().isoformat()
     source = (
-        f"castoff calibrate --this-machine on {today}: {cut}, {options.dtype}, torch {torch.__version__} on "
+        f"castoff calibrate --this-machine on {today}: {cut}, {formats}, torch {torch.__version__} on "
         f"{options.device} with {torch.get_num_threads()} threads"
     )
     total_s = sum(seconds for entry in measured for _, seconds in entry.calls)

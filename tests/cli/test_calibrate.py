@@ -44,6 +44,15 @@ def test_files_price_a_cast(capsys: Capture) -> None:
     assert sorted(path.name for path in Path("here").iterdir()) == ["backend.toml", "device.toml"]
 
 
+def test_quantised_layers_have_fits_of_their_own(capsys: Capture) -> None:
+    action = ["--quantize-linear-action", "W8A8_DYNAMIC"]
+    assert exit_status("calibrate", "--this-machine", "--model", "model", *SMALL, *action, "-o", "here") == 0
+    assert "--quantize-linear-action W8A8_DYNAMIC" in capsys.readouterr().out
+    files = ["--device", "here/device.toml", "--backend", "here/backend.toml"]
+    assert exit_status("cast", "model", *files, *action, "--context-length", "20", "--json", "-") == 0
+    assert {op["origin"] for op in json.loads(capsys.readouterr().out)["ops"]} == {"calibrated"}
+
+
 def test_another_device_refuses_the_backend(capsys: Capture) -> None:
     assert exit_status("calibrate", "--this-machine", "--model", "model", *SMALL, "-o", "here") == 0
     assert exit_status("cast", "model", "--device", "h200_sxm", "--backend", "here/backend.toml") == 2
@@ -70,6 +79,7 @@ def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--this-machine", "-o", "model/config.json"], "is a file; name a directory"),
         (["--this-machine", "-o", "none/here"], "there is no directory"),
         (["--this-machine", "-o", "here", "--model", "glm53"], "glm53"),
+        (["--this-machine", "-o", "here", "--quantize-linear-action", "MXFP4"], "cannot be run"),
         (["--this-machine", "-o", "here", "--batch", "1", "--length", "64"], "no grid"),
         (["--tables", ".", "--device", "h200_sxm", "-o", "f.toml"], "--tables needs --device and --backend"),
         (["--tables", ".", "--rounds", "2", "-o", "f.toml"], "--rounds is for --this-machine"),
