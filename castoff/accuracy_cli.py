@@ -162,8 +162,13 @@ def _calibrate_machine(
         raise CastoffError(f"--output {output}: is a file; name a directory")
     check_outputs({**targets, "--json": _file(json)})
     options = machine.options if device is None else replace(machine.options, device=cast(DeviceKind, device))
-    with progress_line() as note, progress_bar("decode steps") as progress:
-        result = calibrate_machine(options, machine.grid, progress=progress, note=note)
+    with progress_line() as note:
+        result = calibrate_machine(
+            options,
+            machine.grid,
+            progress=lambda done, whole: note(f"decode steps: {done} of {whole} measurements"),
+            note=note,
+        )
     make_directory(output)
     write_file(files["device"], device_toml(result))
     write_file(files["backend"], backend_toml(result))

@@ -194,7 +194,7 @@ def fitted(
     cut = f"{model.num_hidden_layers} layers of {model.name}"
     if "sparse" in model.mlp_layer_types:
         cut += f" with {model.moe.n_routed_experts} experts each"
-    formats = options.dtype
+    formats: str = options.dtype
     if options.quantize_linear_action != "DISABLED":
         formats += f" with linear layers in {options.quantize_linear_action}"
     today = datetime.now(UTC).date().isoformat()
