@@ -46,7 +46,7 @@ COLUMNS = (
     "rounds", "which", "batch", "context", "predicted_s", "measured_s", "error", "origin",
 )  # fmt: skip
 LAYERS = 4
-GRID = MachineGrid(contexts=(512, 2048, 12288))
+GRID = MachineGrid(batches=(1, 2, 6), contexts=(512, 2048, 12288))
 CHECKS = tuple(Point(batch, context) for batch in (1, 4) for context in (1024, 8192))
 CHECKED_STEPS = 2
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}

@@ -64,7 +64,7 @@ class MachineGrid:
     moment of the machine to itself. steps: timed ones of each pair and round.
     """
 
-    batches: tuple[int, ...] = (1, 2, 6)
+    batches: tuple[int, ...] = (1, 2, 4, 8)
     contexts: tuple[int, ...] = (512, 2048, 4096, 12288)
     rounds: int = 3
     steps: int = 2
