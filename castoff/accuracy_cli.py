@@ -138,6 +138,10 @@ def calibrate(
         raise CastoffError(f"--{names[0].replace('_', '-')} is for --this-machine; leave it out with --tables")
     if device is None or backend is None:
         raise CastoffError("--tables needs --device and --backend: of which stack, on what, the tables are")
+    _calibrate_tables(tables, device, backend, output, json)
+
+
+def _calibrate_tables(tables: Path, device: str, backend: str, output: Path, json: str | None) -> None:
     check_outputs({"--output": output, "--json": _file(json)})
     with progress_bar(f"{tables}: fits") as progress:
         result = fitting.calibrate(tables, device=device, backend=backend, progress=progress)
