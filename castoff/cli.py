@@ -228,8 +228,9 @@ def show(
         print_text(render(*details))
 
 
-def _is_backend(path: Path) -> bool:
-    return not {"curves", "extends"}.isdisjoint(read_toml(path).values)
+def _is_backend(file: Path) -> bool:
+    """A backend has curves, its own or another's."""
+    return bool({"curves", "extends"} & read_toml(file).values.keys())
 
 
 def shapes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -22,7 +22,13 @@ def fits_toml(result: Calibration) -> str:
         f"extends = {_text(result.backend)}",
         f"device = {_text(result.device)}",
     ]
-    return "\n".join([*head, *(line for kernel, fit in result.fits.items() for line in _fit_lines(kernel, fit))]) + "\n"
+    return "\n".join([*head, *fits_lines(result.fits)]) + "\n"
+
+
+def fits_lines(fits: Mapping[str, Fit]) -> Iterator[str]:
+    """The sections of some fits."""
+    for kernel, fit in fits.items():
+        yield from _fit_lines(kernel, fit)
 
 
 def _fit_lines(kernel: str, fit: Fit) -> Iterator[str]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from castoff.casting.collective import collective_s, levels_of
 from castoff.casting.curves import fitted_times, parts_terms
+from castoff.casting.whole_op import as_kernel, curve_of
 from castoff.dims import Array, Dim, maximum, some, where
 from castoff.ops.program import Block, OpCall, Program
 from castoff.ops.work import Kernel, Work, without_kernels
@@ -111,9 +112,11 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     """Time of one call: a measured one where there is one, else that of its kernels, one after the other.
 
     A kernel that the backend has a fit for costs what the fit says; all other parts are one by the family's curve.
+    Where it has a fit of the whole op, that is the only kernel.
     """
     work, fits = call.work, pricing.backend.fits
-    known = [(kernel, kernel.known_curve(fits)) for kernel in work.kernels] if fits else []
+    kernels = (as_kernel(call),) if curve_of(call.op.name) in fits else work.kernels
+    known = [(kernel, kernel.known_curve(fits)) for kernel in kernels] if fits else []
     fitted = [(kernel, fits[curve]) for kernel, curve in known if curve and _is_covered(kernel, work, pricing)]
     rest = without_kernels(work, [kernel for kernel, _ in fitted]) if fitted else work
     prices = [_fitted_price(kernel, fit, pricing.device) for kernel, fit in fitted]

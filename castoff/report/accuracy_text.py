@@ -8,8 +8,9 @@ from rich.table import Table
 
 from castoff.accuracy.calibrate import Calibration
 from castoff.accuracy.ops import BUCKET_EDGES_S, OpsAccuracy, TableAccuracy
+from castoff.accuracy.this_machine import MachineCalibration
 from castoff.report.grid import table
-from castoff.report.units import count, microseconds, percent
+from castoff.report.units import count, microseconds, milliseconds, percent
 
 
 def accuracy_tables(result: OpsAccuracy) -> list[Table]:
@@ -26,6 +27,19 @@ def calibration_table(result: Calibration) -> Table:
     for stage in result.stages:
         errors = percent(stage.median_abs_error), percent(stage.p90_abs_error)
         made.add_row(stage.name, ", ".join(stage.curves), count(stage.rows), count(stage.sites), *errors)
+    return made
+
+
+def machine_table(result: MachineCalibration) -> Table:
+    """What `castoff calibrate --this-machine` shows: each op, and how far off were points that its fit left out."""
+    columns = ("op", "calls", "share of time", "median", "p90")
+    made = table(f"{result.model}: errors at batches and lengths left out of the fit", columns)
+    for op in result.ops:
+        made.add_row(
+            op.name, count(op.calls), percent(op.share), percent(op.median_abs_error), percent(op.p90_abs_error)
+        )
+    made.caption = f"beside its ops a decode step takes {milliseconds(result.host_s)} ms"
+    made.caption_justify = "left"
     return made
 
 

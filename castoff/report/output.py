@@ -117,6 +117,14 @@ def write_file(path: Path, text: str) -> None:
         raise CastoffError(f"cannot write {path}: {error.strerror or error}") from None
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory where there is none. Raises CastoffError."""
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CastoffError(f"cannot make the directory {path}: {error.strerror or error}") from None
+
+
 def write_json(target: str, value: object) -> None:
     """Write JSON to a file, or with `-` to standard output."""
     text = json_text(value)

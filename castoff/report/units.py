@@ -59,8 +59,8 @@ def rate(per_second: float) -> str:
 
 
 def flops_rate(flops_per_s: float) -> str:
-    """`353.9 TFLOP/s`."""
-    return f"{flops_per_s / 1e12:,.1f} TFLOP/s"
+    """`353.9 TFLOP/s`; below one, `21.3 GFLOP/s`."""
+    return f"{flops_per_s / 1e12:,.1f} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:,.1f} GFLOP/s"
 
 
 def bandwidth(bytes_per_s: float) -> str:

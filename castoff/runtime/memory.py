@@ -20,23 +20,24 @@ torch = lazy.load("torch")
 def check_fits(setup: Setup, cache_tokens: int, offload: OffloadRun | None, *, dtype: Tensor, device: Tensor) -> None:
     """Raise CastoffError where this rank's weights and caches for so many tokens exceed the memory that is free, or the
     host memory that may be taken."""
-    weights_bytes = _weights_bytes(setup, dtype.itemsize)
+    own_bytes = weights_bytes(setup, dtype.itemsize)
     cache_bytes = cache_tokens * _token_bytes(setup, dtype.itemsize, offload)
     if offload is not None:
         held = run_bytes(setup, offload, dtype=dtype)
         check_host_bytes(held.host, offload.host_bytes)
         # On a CPU both are one memory.
         cache_bytes += held.device + (held.host if device.type == "cpu" else 0)
-    free_bytes = _free_bytes(device)
-    if free_bytes is not None and weights_bytes + cache_bytes > free_bytes:
+    free = free_bytes(device)
+    if free is not None and own_bytes + cache_bytes > free:
         raise CastoffError(
-            f"the run needs {weights_bytes:,} bytes for weights and {cache_bytes:,} for caches, and {free_bytes:,} are "
+            f"the run needs {own_bytes:,} bytes for weights and {cache_bytes:,} for caches, and {free:,} are "
             "free; take fewer layers with --num-hidden-layers-override, a smaller --dtype, fewer and shorter requests "
             f"at once{', or smaller --pool-tokens' if offload is not None else ''}"
         )
 
 
-def _weights_bytes(setup: Setup, itemsize: int) -> int:
+def weights_bytes(setup: Setup, itemsize: int) -> int:
+    """Bytes of this rank's weights. itemsize: of values that are not quantised."""
     held, total = RankWeights(setup, Recorder()), 0.0
     layers = setup.model.num_hidden_layers + (setup.mtp.num_mtp_tokens > 0)
     for weights in (held.outer(), *(held.layer(layer) for layer in range(layers))):
@@ -61,6 +62,6 @@ def _token_bytes(setup: Setup, itemsize: int, offload: OffloadRun | None) -> int
     return layers * latent + full * key
 
 
-def _free_bytes(device: Tensor) -> int | None:
+def free_bytes(device: Tensor) -> int | None:
     """Free memory of the device; None where the system does not tell."""
     return available_bytes() if device.type == "cpu" else int(torch.accelerator.get_memory_info(device)[0])

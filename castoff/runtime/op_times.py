@@ -121,6 +121,50 @@ class OpClock:
             self.trace = file.read_text(encoding="utf-8")
 
 
+class CallClock:
+    """Seconds of every op call in order, of those that are computed on this thread while `running`.
+
+    now_s: what is looked at on a CPU.
+    """
+
+    def __init__(self, device: str, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
+        self._now_s = now_s
+        self._calls: list[tuple[str, float | tuple[Tensor, Tensor]]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch the ops inside."""
+        token = op_observer.set(self._on_host if self._device == "cpu" else self._on_device)
+        try:
+            yield
+        finally:
+            op_observer.reset(token)
+
+    def take(self) -> list[tuple[str, float]]:
+        """The calls since this was last asked for; waits for the device."""
+        calls, self._calls = self._calls, []
+        if self._device != "cpu":
+            torch.accelerator.synchronize()
+        return [
+            (name, told if isinstance(told, float) else 1e-3 * told[0].elapsed_time(told[1])) for name, told in calls
+        ]
+
+    @contextmanager
+    def _on_host(self, name: str) -> Iterator[None]:
+        started = self._now_s()
+        yield
+        self._calls.append((name, self._now_s() - started))
+
+    @contextmanager
+    def _on_device(self, name: str) -> Iterator[None]:
+        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._calls.append((name, (start, end)))
+
+
 def _profile(device: str) -> Tensor:
     # Kineto tells standard error of every start and stop, unless its level is above all that it has to say.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

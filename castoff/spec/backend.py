@@ -126,8 +126,8 @@ class Backend:
 def load_backend(name_or_path: str, device: str | None = None) -> Backend:
     """A shipped backend by its exact name, or a backend file by its path; raises `CastoffError`.
 
-    device: by name, the one whose fits and host times are wanted; without it there are no fits. A file that was fitted on one device is
-    refused on another.
+    device: by name, the one whose fits and host times are wanted; without it there are no fits. A file that was fitted
+    on one device is refused on another.
     """
     backend = _read_backend(_stacked(_layers(name_or_path, device)))
     if backend.serving is None or device is None:

@@ -12,7 +12,7 @@ from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_names
 
 MatrixDType = Literal["fp32", "bf16", "fp16", "int8", "fp8", "fp4"]
 VectorDType = Literal["fp32", "bf16"]
-Vendor = Literal["ascend", "nvidia"]
+Vendor = Literal["ascend", "nvidia", "cpu"]
 Topology = Literal["full_mesh", "switch"]
 HostLinkOrigin = Literal["measured", "datasheet", "assumed"]
 
@@ -64,6 +64,7 @@ class Device:
     """One accelerator and what surrounds it; `matrix_flops_per_s` lists the dtypes its matrix units compute in.
 
     num_cores: what a kernel's blocks are dealt to (streaming multiprocessors, AI cores); None where nothing asks.
+    tiers: the interconnect, innermost first; none for a device that stands alone.
     Peaks are dense. Integer peaks are operations per second. `sources` maps each section of the file to its source.
     """
 
@@ -81,8 +82,8 @@ class Device:
 
     @property
     def max_devices(self) -> int:
-        """The largest number of devices that the outermost tier joins."""
-        return self.tiers[-1].num_devices
+        """The largest number of devices that the outermost tier joins; 1 where no links are described."""
+        return self.tiers[-1].num_devices if self.tiers else 1
 
     def supports(self, dtype: str) -> bool:
         """Whether the matrix units compute in `dtype`."""
@@ -110,7 +111,7 @@ def _read_device(table: Table) -> Device:
     vector = table.table("vector_flops_per_s")
     vector.only(("source", *VECTOR_DTYPES))
     memory = _read_memory(table.table("memory"))
-    tiers = _read_tiers(table)
+    tiers = _read_tiers(table) if "tiers" in table.values else ()
     host_link = _read_host_link(table.table("host_link"))
     return Device(
         name=table.text("name"),

@@ -204,7 +204,11 @@ def test_own_file(tmp_path: Path) -> None:
         ("size_bytes = 1_000\n", "", "memory.size_bytes is missing"),
         ('source = "us"', 'source = " "', "source must be a non-empty string"),
         ('name = "toy"', "name = 3", "name must be a non-empty string, got 3"),
-        ('vendor = "nvidia"', 'vendor = "nvidea"', r"one of ascend, nvidia, got 'nvidea' \(did you mean 'nvidia'\?"),
+        (
+            'vendor = "nvidia"',
+            'vendor = "nvidea"',
+            r"one of ascend, nvidia, cpu, got 'nvidea' \(did you mean 'nvidia'\?",
+        ),
         ('topology = "full_mesh"', "topology = true", r"tiers\[1\].topology must be one of .*, got true"),
         ('origin = "assumed"', 'origin = "guess"', "host_link.origin must be one of"),
         ("size_bytes = 1_000", 'size_bytes = "64 GiB"', "memory.size_bytes must be a whole number of at least 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from castoff.casting.forms.amounts import AMOUNTS
 from castoff.casting.forms.attention import ABSORBED_OR_DENSE, DECODE_ATTENTION, PREFILL_ATTENTION
 from castoff.casting.forms.collective import ALL_REDUCE, EXCHANGE
 from castoff.casting.forms.form import Form
@@ -31,4 +32,5 @@ FORMS: Mapping[str, Form] = {
     "prefill_attention": PREFILL_ATTENTION,
     "decode_attention": DECODE_ATTENTION,
     "absorbed_or_dense": ABSORBED_OR_DENSE,
+    "amounts": AMOUNTS,
 }
