@@ -11,6 +11,8 @@ from castoff.accuracy.calibrate import Calibration
 from castoff.spec.fits import Correction, Fit
 
 DIGITS, CORRECTION_DECIMALS, NUMBERS_PER_LINE = 6, 2, 20
+# Of ends of ranges, so that they are not left out by the digits written.
+ROUNDING = 1e-5
 
 
 def fits_toml(result: Calibration) -> str:
@@ -38,7 +40,7 @@ def _fit_lines(kernel: str, fit: Fit) -> Iterator[str]:
     yield f"coefficients = {_pairs(fit.coefficients.items())}"
     if fit.features:
         yield f"features = {_pairs(fit.features.items())}"
-    yield "ranges = { " + ", ".join(f"{name} = {_numbers(ends)}" for name, ends in fit.ranges.items()) + " }"
+    yield "ranges = { " + ", ".join(f"{name} = {_ends(*ends)}" for name, ends in fit.ranges.items()) + " }"
     yield f"rows = {fit.rows}"
     yield f"median_abs_error = {fit.median_abs_error:.4f}"
     yield f"p90_abs_error = {fit.p90_abs_error:.4f}"
@@ -57,6 +59,12 @@ def _correction_lines(kernel: str, correction: Correction) -> Iterator[str]:
         # There are many of them, so without spaces.
         yield ",".join(rounded[start : start + NUMBERS_PER_LINE]) + ","
     yield "]"
+
+
+def _ends(least: float, most: float) -> str:
+    """A range as few digits hold it, which does not leave out its own ends."""
+    whole = least.is_integer() and most.is_integer() and most < 10**DIGITS
+    return _numbers((least, most) if whole else (least * (1 - ROUNDING), most * (1 + ROUNDING)))
 
 
 def _pairs(items: Iterable[tuple[str, float]]) -> str:
