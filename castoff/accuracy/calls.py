@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import get_args
 
+from castoff.accuracy.benchmark_load import drawn_load, even_load
 from castoff.accuracy.tables import Rows
 from castoff.casting.price import Pricing
 from castoff.dims import minimum
@@ -21,7 +22,7 @@ from castoff.model.setup import resolve_setup
 from castoff.model.weights import RankWeights
 from castoff.ops.attention import AttentionSizes, absorb_query, expand_value
 from castoff.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from castoff.ops.expert_load import ExpertLayer, even_load, skewed_load
+from castoff.ops.expert_load import ExpertLayer
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import QUANTIZE, Activations, Quantized, Weight, linear, quantize
 from castoff.ops.moe import (
@@ -98,7 +99,7 @@ def moe(site: Rows, pricing: Pricing) -> list[OpCall]:
     experts, chosen, ranks = site.number("num_experts"), site.number("topk"), site.number("moe_ep_size")
     local, tokens = -(-experts // ranks), site.dim("num_tokens")
     skew = _skew(site.word("distribution"))
-    load = skewed_load(tokens, experts, chosen, ranks, skew) if skew else even_load(tokens, experts, chosen, ranks)
+    load = drawn_load(tokens, experts, chosen, ranks, skew) if skew else even_load(tokens, experts, chosen, ranks)
     layer = ExpertLayer(hidden, experts, skew)
 
     def body(recorder: Recorder) -> None:

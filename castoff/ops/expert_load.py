@@ -1,8 +1,8 @@
-"""How many rows and experts the busiest of the ranks that share experts gets, where their loads are unequal.
+"""How many rows and experts the busiest of the ranks that share experts gets, where experts are not chosen alike.
 
-Loads of experts are drawn from a power law, p(x) ~ x^-skew, cut at both ends and rounded to whole rows, as
-aiconfigurator's benchmarks draw them (ai-dynamo/aiconfigurator). What many draws give on average is tabulated over
-tokens once per structure. Axes: D draws, E experts, N numbers of tokens.
+Experts have popularities, drawn from a power law and dealt to ranks as they come; tokens choose at random by them. What
+many draws give on average is tabulated over tokens once per structure. Axes: D draws, E experts, R ranks, N numbers of
+tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from castoff.dims import Array, Dim, maximum, minimum
 
 DRAWS = 16
-MOST_TOKENS = 2**18
 POINTS_PER_DOUBLING = 3
-# Ends of the power law: where there are rows for every expert, from one to this share of the tokens; else these two.
-LARGEST_SHARE = 0.8
-SPARSE_ENDS = (0.01, 2.0)
+# With more tokens every expert that is ever chosen is.
+MOST_TOKENS = 2**16
+# The most popular expert over the least.
+POPULARITY_RATIO = 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,55 +43,30 @@ class ExpertLayer:
 
 
 def skewed_load(tokens: Dim, experts: int, experts_per_token: int, ranks: int, skew: float) -> ExpertLoad:
-    """Load of the busiest of `ranks` ranks when `tokens` tokens choose by a power law of this exponent."""
-    at_N, rows_N, touched_N = _table(experts, experts_per_token, ranks, skew)
-    place = np.log2(maximum(tokens, 1.0))
-    # Shares and not amounts, which grow with the tokens.
-    rows = tokens * experts_per_token * np.interp(place, at_N, rows_N)
-    touched = experts / ranks * np.interp(place, at_N, touched_N)
-    few = minimum(tokens, 1.0)
-    return ExpertLoad(rows, touched * few)
-
-
-def even_load(tokens: Dim, experts: int, experts_per_token: int, ranks: int) -> ExpertLoad:
-    """Load of the first rank when the experts are dealt in turn, all alike."""
-    touched = experts / ranks * minimum(1.0, tokens * experts_per_token / experts)
-    return ExpertLoad(maximum(1.0, tokens * experts_per_token / ranks), maximum(1.0, touched))
+    """Expected load of the busiest of `ranks` ranks when `tokens` tokens choose experts whose popularities follow a
+    power law of this exponent."""
+    at_N, touched_N, share = _table(experts, experts_per_token, ranks, skew)
+    touched = np.interp(np.log2(maximum(tokens, 1.0)), at_N, touched_N) * minimum(tokens, 1.0)
+    return ExpertLoad(tokens * experts_per_token * share, touched)
 
 
 @cache
-def _table(experts: int, experts_per_token: int, ranks: int, skew: float) -> tuple[Array, Array, Array]:
-    """log2 of numbers of tokens, and for each the shares of all rows and of its experts that the busiest rank has."""
-    uniform_DE = np.random.default_rng(0).random((DRAWS, experts))
+def _table(experts: int, experts_per_token: int, ranks: int, skew: float) -> tuple[Array, Array, float]:
+    """log2 of numbers of tokens, the experts that the busiest rank then has rows for, and its share of all rows."""
+    popularity_DE = power_law(np.random.default_rng(0).random((DRAWS, experts)), 1.0, POPULARITY_RATIO, skew)
+    share_DRE = (popularity_DE / popularity_DE.sum(axis=1, keepdims=True)).reshape(DRAWS, ranks, -1)
+    share_DR = share_DRE.sum(axis=2)
+    busiest_DE = share_DRE[np.arange(DRAWS), share_DR.argmax(axis=1)]
+    chance_DE = np.minimum(busiest_DE * experts_per_token, 1.0)
     steps = int(np.log2(MOST_TOKENS)) * POINTS_PER_DOUBLING
-    tokens_N = np.unique(np.round(2 ** (np.arange(steps + 1) / POINTS_PER_DOUBLING)))
-    loads = [_drawn_load(uniform_DE, int(tokens), experts_per_token, ranks, skew) for tokens in tokens_N]
-    rows_N, touched_N = (np.array(values) for values in zip(*loads, strict=True))
-    return np.log2(tokens_N), rows_N / (tokens_N * experts_per_token), touched_N / (experts / ranks)
+    at_N = np.arange(steps + 1) / POINTS_PER_DOUBLING
+    touched_N = np.array([(1 - (1 - chance_DE) ** tokens).sum(axis=1).mean() for tokens in 2**at_N])
+    return at_N, touched_N, float(share_DR.max(axis=1).mean())
 
 
-def _drawn_load(uniform_DE: Array, tokens: int, experts_per_token: int, ranks: int, skew: float) -> tuple[float, float]:
-    rows, experts = tokens * experts_per_token, uniform_DE.shape[1]
-    low, high = (1.0, max(tokens * LARGEST_SHARE, 1.0 + 1e-6)) if rows > experts else SPARSE_ENDS
-    # The quantiles of a power law, whose exponent is not 1.
+def power_law(uniform: Array, low: float, high: float, skew: float) -> Array:
+    """Draws of p(x) ~ x^-skew between two ends, from draws between 0 and 1."""
+    # As good as an exponent of 1, for which the quantiles are of another form.
     power = 1.0 - skew if skew != 1.0 else 1e-6
-    drawn_DE = ((high**power - low**power) * uniform_DE + low**power) ** (1 / power)
-    rows_DE = np.round(drawn_DE / drawn_DE.sum(axis=1, keepdims=True) * rows)
-    for rows_E, drawn_E in zip(rows_DE, drawn_DE, strict=True):
-        _balance(rows_E, np.argsort(-drawn_E), rows)
-    rows_DRE = rows_DE.reshape(len(rows_DE), ranks, -1)
-    busiest_DE = rows_DRE[np.arange(len(rows_DE)), rows_DRE.sum(axis=2).argmax(axis=1)]
-    return float(busiest_DE.sum(axis=1).mean()), float((busiest_DE > 0).sum(axis=1).mean())
-
-
-def _balance(rows_E: Array, order_E: Array, rows: int) -> None:
-    """Make rounded loads sum up, in place: one row more for the largest, or one less for the smallest."""
-    missing = int(rows - rows_E.sum())
-    if missing > 0:
-        rows_E += missing // len(rows_E)
-        rows_E[order_E[: missing % len(rows_E)]] += 1
-    while missing < 0:
-        smallest = order_E[::-1]
-        taken = smallest[rows_E[smallest] > 0][:-missing]
-        rows_E[taken] -= 1
-        missing += len(taken)
+    drawn: Array = ((high**power - low**power) * uniform + low**power) ** (1 / power)
+    return drawn
