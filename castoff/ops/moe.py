@@ -43,11 +43,14 @@ def _gate_work(call: OpCall) -> Work:
     chosen = call.attributes["experts_per_token"]
     # Sigmoid (3), bias (1), one pass of comparisons per chosen expert; grouped routers sum two scores per group more.
     per_token = experts * (4 + chosen) + 3 * chosen + (2 * experts if call.attributes["groups"] > 1 else 0)
+    # Stacks on GPUs multiply in bf16 and add up in fp32.
+    router = Kernel("router", ("router",), {"m": tokens, "n": experts, "k": x_TD.shape[1]}, general="matmul_bf16")
     return Work(
         (
             Part("router", 2 * tokens * x_TD.shape[1] * experts, gate_ED.dtype, bytes=x_TD.bytes + gate_ED.bytes),
             Part("select", vector_flops=tokens * per_token, bytes=sum_bytes(call.outputs)),
-        )
+        ),
+        kernels=(router,),
     )
 
 

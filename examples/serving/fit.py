@@ -3,7 +3,7 @@
     python examples/serving/fit.py --points glm5_sglang.csv --prompt-point long_prompt.csv [--write sglang.toml]
 
 Two constants a system (host seconds a decode step and a prefill) are fitted by least squares on the logarithms of TPOT
-and TTFT, and one factor of prefill on a point with a long prompt. Files have the columns of `castoff accuracy e2e`.
+and TTFT, and one factor of prefill on points with a long prompt. Files have the columns of `castoff accuracy e2e`.
 Steps are cast once a point, so after a change of the backend's curves this is run again in about a minute, and with
 --fit-only, which leaves no points out, in seconds.
 """
@@ -24,6 +24,7 @@ from castoff.serving.instance import Instance
 from castoff.serving.result import Served
 from castoff.serving.serve import Prepared, prepare
 from castoff.serving.workload import ClosedLoop, Requests
+from castoff.spec.serving import DEFAULT_SYSTEM
 
 # Relative scatter of measured means: repeated points differ by about so much.
 TPOT_SCATTER, TTFT_SCATTER = 0.02, 0.1
@@ -125,12 +126,16 @@ def fit_hosts(cases: Sequence[Case], factor: float, start: Hosts) -> dict[str, t
     }
 
 
-def fit_factor(cases: Sequence[Case], hosts: Hosts) -> float:
-    """The factor of prefill with which the long prompts' TTFT is right on average, by bisection."""
+def fit_factor(prompts: Sequence[Case]) -> float:
+    """The factor of prefill with which the long prompts' TTFT is right on average without any host, by bisection.
+
+    It takes all of the host for the device's, which on a long prompt is little: an upper bound. Short prompts say
+    nothing of it, since the host's floor is longer than their passes.
+    """
     low, high = 0.5, 3.0
     for _ in range(20):
         factor = (low + high) / 2
-        ratios = [predict(case, host_of(hosts, case), factor).ttft_s / case.point.ttft_s for case in cases]
+        ratios = [predict(case, (0.0, 0.0), factor).ttft_s / case.point.ttft_s for case in prompts]
         low, high = (factor, high) if np.mean(ratios) < 1 else (low, factor)
     return factor
 
@@ -141,19 +146,6 @@ def host_of(hosts: Hosts, case: Case) -> tuple[float, float]:
         return hosts[case.point.system]
     mean = np.mean(list(hosts.values()), axis=0)
     return float(mean[0]), float(mean[1])
-
-
-def fit(
-    points: Sequence[Case], prompts: Sequence[Case], start: Hosts, factor: float = 1.0
-) -> tuple[dict[str, tuple[float, float]], float]:
-    """All constants: the host's at a factor, and the factor at those, in turn."""
-    hosts = fit_hosts(points, factor, start)
-    for _ in range(2 if prompts else 0):
-        before, factor = factor, fit_factor(prompts, hosts)
-        if abs(factor - before) < 0.02:
-            break
-        hosts = fit_hosts(points, factor, hosts)
-    return hosts, factor
 
 
 def scores(title: str, cases: Sequence[Case], hosts: Hosts, factor: float, *, rows: bool = False) -> None:
@@ -175,26 +167,23 @@ def scores(title: str, cases: Sequence[Case], hosts: Hosts, factor: float, *, ro
 
 
 def left_out(
-    points: Sequence[Case],
-    prompts: Sequence[Case],
-    key: Callable[[LoadPoint], object],
-    title: str,
-    fitted: tuple[Hosts, float],
+    points: Sequence[Case], key: Callable[[LoadPoint], object], title: str, hosts: Hosts, factor: float
 ) -> None:
-    """Predict each group of points with constants of the others. fitted: on all, where the fit starts."""
+    """Predict each group of points with constants of the others. hosts: of all points, where the fits start."""
     for group in dict.fromkeys(key(case.point) for case in points):
         others = [case for case in points if key(case.point) != group]
         if others:
-            hosts, factor = fit(others, prompts, *fitted)
+            found = fit_hosts(others, factor, hosts)
             own = [case for case in points if key(case.point) == group]
-            scores(f"{title} {group} left out", own, hosts, factor)
+            scores(f"{title} {group} left out", own, found, factor)
 
 
 def write(path: Path, hosts: Hosts, factor: float) -> None:
     """Put the constants into a backend file, where it has the sections."""
     text = path.read_text(encoding="utf-8")
     figures = {("serving", "prefill_factor"): round(factor, 3)}
-    for system, (decode_s, prefill_s) in hosts.items():
+    mean = np.mean(list(hosts.values()), axis=0)
+    for system, (decode_s, prefill_s) in {**hosts, DEFAULT_SYSTEM: (float(mean[0]), float(mean[1]))}.items():
         section = f"serving.systems.{system}"
         figures[section, "host_s_per_decode_step"] = round(decode_s, 5)
         figures[section, "host_s_per_prefill"] = round(prefill_s, 4)
@@ -214,7 +203,8 @@ def main() -> None:
     parser.add_argument("--fit-only", action="store_true", help="leave no points out")
     given = parser.parse_args()
     points, prompts = read_cases(given.points), read_cases(given.prompt_point)
-    hosts, factor = fit(points, prompts, {})
+    factor = fit_factor(prompts) if prompts else 1.0
+    hosts = fit_hosts(points, factor, {})
     for system, (decode_s, prefill_s) in hosts.items():
         print(f"{system}: host {decode_s * 1e3:.2f} ms a decode step, {prefill_s * 1e3:.0f} ms a prefill")
     print(f"factor of prefill: {factor:.3f}")
@@ -225,9 +215,9 @@ def main() -> None:
         write(given.write, hosts, factor)
     if given.fit_only:
         return
-    left_out(points, prompts, lambda point: point.system, "system", (hosts, factor))
-    left_out(points, prompts, lambda point: (point.isl, point.osl), "lengths", (hosts, factor))
-    left_out(points, prompts, lambda point: (point.system, point.isl, point.osl), "series", (hosts, factor))
+    left_out(points, lambda point: point.system, "system", hosts, factor)
+    left_out(points, lambda point: (point.isl, point.osl), "lengths", hosts, factor)
+    left_out(points, lambda point: (point.system, point.isl, point.osl), "series", hosts, factor)
 
 
 if __name__ == "__main__":
