@@ -7,7 +7,7 @@ fitted to measurements, kernel by kernel, goes before its curves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -72,12 +72,12 @@ def fitted_times(kernel: Kernel, fit: Fit, device: Device) -> FittedTimes:
     if places is None:
         return result
     times, inside = result.times, result.inside
-    spread = [amount[places] if isinstance(amount, np.ndarray) else amount for amount in _amounts(times)]
-    return FittedTimes(Times(*spread), inside[places] if isinstance(inside, np.ndarray) else inside)
+    spread = {item.name: _placed(getattr(times, item.name), places) for item in fields(times)}
+    return FittedTimes(Times(**spread), inside[places] if isinstance(inside, np.ndarray) else inside)
 
 
-def _amounts(times: Times) -> tuple[Dim, ...]:
-    return times.seconds, times.compute_s, times.memory_s, times.launch_s
+def _placed(amount: Dim, places: Array) -> Dim:
+    return amount[places] if isinstance(amount, np.ndarray) else amount
 
 
 def _distinct(sizes: Mapping[str, Dim]) -> tuple[Mapping[str, Dim], Array | None]:
