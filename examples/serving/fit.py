@@ -141,10 +141,17 @@ def fit_factor(prompts: Sequence[Case]) -> float:
 
 
 def host_of(hosts: Hosts, case: Case) -> tuple[float, float]:
-    """Constants of a point's system; of one that has none, the mean of the others."""
+    """Constants of a point's system; of one that has none, the mean of the others, for prefill as slow as its host is
+    to launch layers, which tables of ops say."""
     if case.point.system in hosts:
         return hosts[case.point.system]
-    mean = np.mean(list(hosts.values()), axis=0)
+    steps = case.prepared.steps
+    own_s = steps.system.prefill_floor_s_per_layer
+    scaled = [
+        (decode_s, prefill_s * own_s / steps.serving.system(name).prefill_floor_s_per_layer)
+        for name, (decode_s, prefill_s) in hosts.items()
+    ]
+    mean = np.mean(scaled, axis=0)
     return float(mean[0]), float(mean[1])
 
 
