@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 from rows import append_rows, flags, made_on_one_core, one_core
 
-from castoff import cast, sweep
+from castoff import ClosedLoop, cast, serve, sweep
 from castoff.casting.sweep import SweepResult
+from castoff.serving.serve import as_served
 from castoff.spec.device import load_device
 from castoff.spec.model import load_model
 from castoff.spec.offload import Offload
@@ -135,6 +136,29 @@ def sweep_offload() -> SweepResult:
     )
 
 
+def sweep_fitted(backend: str) -> SweepResult:
+    """40,000 decode steps on H200: 16 structures, 50 batches and 50 contexts each, with or without fitted kernels."""
+    return sweep(
+        f"{MODEL}-FP8",
+        "h200_sxm",
+        Scenario(quant=Quant(quantize_linear_action="FP8"), compilation=Compilation(compile=True), backend=backend),
+        num_devices=8,
+        tp_size=[1, 2, 4, 8],
+        ep_size=[1, 8],
+        num_mtp_tokens=MTP_TOKENS,
+        num_queries=BATCHES[:, None],
+        context_length=CONTEXTS,
+    )
+
+
+def serve_point() -> None:
+    """The point of most events among those measured: 640 requests, a closed loop of 64, outputs of 8K."""
+    model, device = load_model("zai-org/GLM-5-FP8"), load_device("h200_sxm")
+    scenario = as_served("sglang", device, model, Parallel(num_devices=8, tp_size=8))
+    result = serve(model, device, scenario, workload=ClosedLoop(concurrency=64, prompt_tokens=1024, output_tokens=8192))
+    assert result.summary.capacity_bound
+
+
 def benchmarks() -> Iterator[Benchmark]:
     """All of them. A first, untimed run of each fills the caches of the file system."""
     yield Benchmark(name="command", configuration=f"castoff {PUBLISHED_COMMAND}", run=command(PUBLISHED_COMMAND))
@@ -145,6 +169,20 @@ def benchmarks() -> Iterator[Benchmark]:
         name="sweep",
         configuration=f"{scenarios} scenarios of {MODEL}: {structures}; 50 batches x 50 contexts",
         run=sweep_once,
+    )
+    for backend in ("nvidia", "sglang"):
+        fitted = sweep_fitted(backend)
+        assert fitted.reasons == (None,) * 16
+        yield Benchmark(
+            name=f"sweep {backend}",
+            configuration=f"{fitted.latency_s.size} scenarios of {MODEL}-FP8 on h200_sxm: tp [1, 2, 4, 8] x ep [1, 8] "
+            "x mtp [0, 3] on 8 devices, decode, compile; 50 batches x 50 contexts",
+            run=lambda backend=backend: sweep_fitted(backend),  # type: ignore[misc]
+        )
+    yield Benchmark(
+        name="serve",
+        configuration="640 requests of 1K/8K, 64 at a time, GLM-5-FP8 on 8 h200_sxm, tables and simulation, in process",
+        run=serve_point,
     )
     model, device = load_model(MODEL), load_device(DEVICE)
     yield Benchmark(

@@ -7,6 +7,7 @@ fitted to measurements on one device, which the file names as `device`; a shippe
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Literal, get_args
 
 from castoff.spec.fits import Fit, read_fit
@@ -129,6 +130,16 @@ def load_backend(name_or_path: str, device: str | None = None) -> Backend:
     device: by name, the one whose fits and host times are wanted; without it there are no fits. A file that was fitted
     on one device is refused on another.
     """
+    # What ships does not change while a process runs; a user's file may.
+    return _shipped(name_or_path, device) if name_or_path in shipped_backends() else _loaded(name_or_path, device)
+
+
+@cache
+def _shipped(name: str, device: str | None) -> Backend:
+    return _loaded(name, device)
+
+
+def _loaded(name_or_path: str, device: str | None) -> Backend:
     backend = _read_backend(_stacked(_layers(name_or_path, device)))
     if backend.serving is None or device is None:
         return backend
@@ -153,6 +164,17 @@ def fitted_device(name_or_path: str) -> str | None:
 
 def _layers(name_or_path: str, device: str | None, depth: int = 1) -> list[Table]:
     """A backend's file after those that it extends, each followed by the fits that are shipped for it."""
+    if name_or_path in shipped_backends():
+        return list(_shipped_layers(name_or_path, device, depth))
+    return _read_layers(name_or_path, device, depth)
+
+
+@cache
+def _shipped_layers(name: str, device: str | None, depth: int) -> tuple[Table, ...]:
+    return tuple(_read_layers(name, device, depth))
+
+
+def _read_layers(name_or_path: str, device: str | None, depth: int) -> list[Table]:
     table = read_toml(find_toml("backend", name_or_path))
     below = []
     if "extends" in table.values:
@@ -168,6 +190,7 @@ def _layers(name_or_path: str, device: str | None, depth: int = 1) -> list[Table
     return [*below, table, Table(file=str(shipped), values={"fits": read_toml(shipped).values["fits"]})]
 
 
+@cache
 def shipped_backends() -> tuple[str, ...]:
     return shipped_names("backend")
 

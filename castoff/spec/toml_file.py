@@ -20,6 +20,8 @@ _DATA = Path(__file__).resolve().parent.parent / "data"
 
 Choice = TypeVar("Choice", bound=str)
 
+MOST_NUMBER = 1e30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
@@ -54,14 +56,16 @@ class Table:
         return value
 
     def number(self, key: str) -> float:
-        return self._number(key, "a number", lambda value: abs(value) <= 1e30)
+        return self._number(key, "a number from −1e+30 to 1e+30", lambda value: abs(value) <= MOST_NUMBER)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         value = self._value(key)
         if not isinstance(value, list):
             raise self.fault(key, f"must be a list of numbers, got {shown(value)}")
-        each = Table(file=self.file, name=self._dotted(key), values={str(i): item for i, item in enumerate(value)})
-        return tuple(each.number(place) for place in each.values)
+        wrong = [item for item in value if type(item) not in (int, float) or not abs(item) <= MOST_NUMBER]
+        if wrong:
+            raise self.fault(key, f"must be a list of numbers from −1e+30 to 1e+30, but holds {shown(wrong[0])}")
+        return tuple(map(float, value))
 
     def fraction(self, key: str) -> float:
         return self._number(key, "a fraction greater than 0 and at most 1", lambda value: 0 < value <= 1)
