@@ -12,8 +12,10 @@ from functools import cache
 import numpy as np
 
 from castoff.dims import Array, Dim, maximum, minimum
-from castoff.ops.expert_load import DRAWS, POINTS_PER_DOUBLING, ExpertLoad, power_law
+from castoff.errors import CastoffError
+from castoff.ops.expert_load import POINTS_PER_DOUBLING, ExpertLoad, power_law
 
+DRAWS = 16
 MOST_TOKENS = 2**18
 # Ends of the power law: where there are rows for every expert, from one to this share of the tokens; else these two.
 LARGEST_SHARE = 0.8
@@ -22,6 +24,8 @@ SPARSE_ENDS = (0.01, 2.0)
 
 def drawn_load(tokens: Dim, experts: int, experts_per_token: int, ranks: int, skew: float) -> ExpertLoad:
     """Load of the busiest of `ranks` ranks when `tokens` tokens choose by a power law of this exponent."""
+    if experts % ranks:
+        raise CastoffError(f"{experts} experts cannot be dealt evenly to {ranks} ranks")
     at_N, rows_N, touched_N = _table(experts, experts_per_token, ranks, skew)
     place = np.log2(maximum(tokens, 1.0))
     # Shares and not amounts, which grow with the tokens.

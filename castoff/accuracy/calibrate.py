@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from castoff.accuracy.fit import Samples, Slot, as_fit, fit, validate
+from castoff.accuracy.fit import fit
 from castoff.accuracy.ops import recorded_site
+from castoff.accuracy.recipe import Samples, Slot
 from castoff.accuracy.series import KINDS, Series
 from castoff.accuracy.stage import Stage
 from castoff.accuracy.stages import STAGES
 from castoff.accuracy.tables import TableFile, find_tables, read_rows
+from castoff.accuracy.validate import as_fit, validate
 from castoff.casting.price import Pricing, price_call
 from castoff.dims import Array
 from castoff.errors import CastoffError
@@ -81,6 +83,11 @@ def calibrate(
         results.append(result)
         fits = {**fits, **found}
     progress(len(stages), len(stages))
+    if not fits:
+        raise CastoffError(
+            f"--tables {directory} has no row of backend {backend} on device {device} that a fit could be made from; "
+            "`castoff accuracy ops` says why rows are left out"
+        )
     return Calibration(backend=backend, device=device, stages=tuple(results), fits=fits)
 
 
@@ -91,7 +98,7 @@ def _run(
     checked = validate(groups, stage.recipes, device, stage.how)
     model = fit(groups, stage.recipes, device, stage.how)
     tables = tuple(f"{file.name} of {file.backend} {file.version}" for file in files)
-    source = f"fitted to {', '.join(tables)} on {device.name}, ai-dynamo/aiconfigurator (Apache-2.0)"
+    source = f"{', '.join(tables)}, ai-dynamo/aiconfigurator (Apache-2.0)"
     result = StageResult(
         name=stage.name,
         tables=tables,
@@ -113,7 +120,8 @@ def samples(stage: Stage, files: Sequence[TableFile], pricing: Pricing) -> Itera
     for file in files:
         kind = KINDS[file.name]
         for series in kind.series(file, read_rows(file, kind.words, kind.numbers)):
-            if series.name not in stage.series or series.name in stage.untrusted.get(file.system, ()):
+            trusted = not series.by_time and series.name not in stage.untrusted.get(file.system, ())
+            if series.name not in stage.series or not trusted:
                 continue
             for part in _site_samples(series, stage, pricing, codes):
                 parts.setdefault((part.eager, *(slot.curve for slot in part.slots)), []).append(part)

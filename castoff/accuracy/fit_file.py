@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from math import isfinite
 
 import numpy as np
 
@@ -44,6 +45,7 @@ def _fit_lines(kernel: str, fit: Fit) -> Iterator[str]:
     yield f"rows = {fit.rows}"
     yield f"median_abs_error = {fit.median_abs_error:.4f}"
     yield f"p90_abs_error = {fit.p90_abs_error:.4f}"
+    yield f"origin = {_text(fit.origin)}"
     yield f"source = {_text(fit.source)}"
     if fit.correction is not None:
         yield from _correction_lines(kernel, fit.correction)
@@ -76,9 +78,8 @@ def _numbers(values: Iterable[float]) -> str:
 
 
 def _short(value: float) -> str:
-    text = f"{value:.{DIGITS}g}"
-    # TOML has no 1e-06 without a fraction or digits that Python would not write, but it reads both.
-    return text if text not in ("inf", "-inf", "nan") else "0"
+    assert isfinite(value), "a fit holds numbers"
+    return f"{value:.{DIGITS}g}"
 
 
 def _text(text: str) -> str:

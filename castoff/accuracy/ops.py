@@ -116,7 +116,7 @@ def score_file(file: TableFile, backend: str | None) -> Iterator[TableAccuracy]:
     device = load_device(file.system)
     name = backend or (file.backend if file.backend in shipped_backends() else device.default_backend)
     pricing = Pricing(device, load_backend(name, device.name))
-    check_fits(pricing.backend)
+    check_fits(pricing.backend, device)
     for series in kind.series(file, read_rows(file, kind.words, kind.numbers)):
         yield score_series(file, series, pricing)
 

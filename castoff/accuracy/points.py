@@ -168,18 +168,18 @@ def _read(path: Path) -> tuple[Sequence[str], Iterator[tuple[int, Row]]]:
     except ValueError as error:
         raise CastoffError(f"{path} is no text in UTF-8: {error}") from None
     try:
-        lines = [line for line in csv.reader(text.splitlines(), strict=True) if line]
+        reader = csv.reader(text.splitlines(), strict=True)
+        lines = [(reader.line_num, line) for line in reader if line]
     except csv.Error as error:
         raise CastoffError(f"{path} is no CSV file: {error}") from None
     if len(lines) < 2:
         raise CastoffError(f"{path} has no rows: a line of column names and at least one point are needed")
-    columns = [name.strip() for name in lines[0]]
-    for number, line in enumerate(lines[1:], start=2):
+    columns = [name.strip() for name in lines[0][1]]
+    for number, line in lines[1:]:
         if len(line) != len(columns):
             raise CastoffError(f"{path}, row {number} has {len(line)} values for {len(columns)} columns")
     return columns, (
-        (number, _cells(path, number, dict(zip(columns, line, strict=True))))
-        for number, line in enumerate(lines[1:], start=2)
+        (number, _cells(path, number, dict(zip(columns, line, strict=True)))) for number, line in lines[1:]
     )
 
 

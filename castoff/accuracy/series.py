@@ -14,6 +14,7 @@ from castoff.dims import Array
 
 NOT_MAPPED = "castoff prices no op like it yet"
 NO_TIME = "no time measured"
+LEAST_TIME_S, MOST_TIME_S = 1e-7, 1e3
 
 # fp8_block products of vLLM are launched from the host. Products of so few multiplications take the device a few µs, so
 # their median time is the host's, and rows within this factor of it show the host more than the device.
@@ -30,7 +31,8 @@ Exclusions = dict[str, int]
 @dataclass(frozen=True, slots=True)
 class Series:
     """Rows that one formula prices. sites: columns in which all rows of a recording are equal. rows: all that there
-    are; kept: those to score. excluded: why others are not, and how many. eager: whether the host launches op by op."""
+    are; kept: those to score. excluded: why others are not, and how many. eager: whether the host launches op by op.
+    by_time: whether rows were kept for the time that they took, which no fit should be made from."""
 
     name: str
     rows: int
@@ -39,6 +41,7 @@ class Series:
     formula: Formula
     sites: tuple[str, ...]
     eager: bool = False
+    by_time: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,10 @@ def split_off(rows: Rows, excluded: Exclusions, why: str, mask: Array) -> Rows:
 
 
 def timed(rows: Rows, excluded: Exclusions) -> Rows:
-    """Rows with a positive time."""
-    return split_off(rows, excluded, NO_TIME, ~(np.isfinite(rows.latency_s) & (rows.latency_s > 0)))
+    """Rows with a time that a kernel may take."""
+    kept = split_off(rows, excluded, NO_TIME, ~(np.isfinite(rows.latency_s) & (rows.latency_s > 0)))
+    impossible = (kept.latency_s < LEAST_TIME_S) | (kept.latency_s > MOST_TIME_S)
+    return split_off(kept, excluded, f"below {LEAST_TIME_S:g} s or above {MOST_TIME_S:g} s", impossible)
 
 
 def _of_known_format(rows: Rows, excluded: Exclusions, dtype: str) -> Rows:
@@ -74,9 +79,11 @@ def _gemm(file: TableFile, rows: Rows) -> Iterator[Series]:
         excluded: Exclusions = {}
         kept = timed(own, excluded)
         kept = _of_known_format(kept, excluded, dtype)
-        if file.backend == "vllm" and dtype == "fp8_block":
+        by_time = file.backend == "vllm" and dtype == "fp8_block"
+        if by_time:
             kept = split_off(kept, excluded, "near the time of the host", _near_host_floor(kept))
-        yield Series(f"gemm_{_short(dtype)}", len(own), kept, excluded, calls.gemm, ("gemm_dtype", "n", "k"))
+        sites = ("gemm_dtype", "n", "k")
+        yield Series(f"gemm_{_short(dtype)}", len(own), kept, excluded, calls.gemm, sites, by_time=by_time)
 
 
 def _near_host_floor(rows: Rows) -> Array:

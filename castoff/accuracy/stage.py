@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from castoff.accuracy.fit import Recipe, Robustness
+from castoff.accuracy.recipe import Recipe, Robustness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

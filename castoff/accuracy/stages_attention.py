@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from castoff.accuracy.fit import Recipe, Robustness
+from castoff.accuracy.recipe import Recipe, Robustness
 from castoff.accuracy.stage import Stage
 
 _REQUESTS = ("batch_size", "isl")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from castoff.accuracy.fit import Recipe, Robustness
+from castoff.accuracy.recipe import Recipe, Robustness
 from castoff.accuracy.stage import Stage
 
 # Both sides of the edges of tiles.
@@ -86,6 +86,14 @@ PRODUCT_STAGES: tuple[Stage, ...] = (
             **dict.fromkeys(("quantize_fp8_block", "swiglu"), _SMALL),
             **dict.fromkeys(("permute", "weighted_sum"), _COPIES),
         },
+        how=_SMOOTH,
+    ),
+    Stage(
+        name="experts of GLM-5 in bf16",
+        tables=("moe",),
+        series=("moe_bf16_glm5",),
+        sites=_EXPERT_SITES,
+        recipes={"grouped_bf16_256x6144": Recipe(form="grouped_bf16", knots=_EXPERT_KNOTS)},
         how=_SMOOTH,
     ),
     Stage(

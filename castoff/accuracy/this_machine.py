@@ -20,8 +20,10 @@ from castoff.accuracy.decode_steps import (
     summarized,
     timed_steps,
 )
-from castoff.accuracy.fit import Recipe, Robustness, Samples, Slot, as_fit, fit, validate
+from castoff.accuracy.fit import fit
 from castoff.accuracy.peaks import Peaks, measure_peaks
+from castoff.accuracy.recipe import Recipe, Robustness, Samples, Slot
+from castoff.accuracy.validate import as_fit, validate
 from castoff.casting.whole_op import as_kernel, curve_of
 from castoff.dims import Array
 from castoff.errors import CastoffError

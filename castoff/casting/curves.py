@@ -7,18 +7,18 @@ fitted to measurements, kernel by kernel, goes before its curves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from castoff.casting.forms.form import Times, log_factor
+from castoff.casting.forms.form import Form, Times, log_factor
 from castoff.casting.forms.table import FORMS
 from castoff.dims import Array, Dim, some
 from castoff.errors import CastoffError
 from castoff.ops.work import Kernel, Part
 from castoff.spec.backend import Backend, Curve
 from castoff.spec.device import Device
-from castoff.spec.fits import Fit
+from castoff.spec.fits import Correction, Fit
 
 Terms = tuple[Dim, Dim, Dim]
 """Seconds of (compute, vector, memory), each as if it had the op to itself."""
@@ -95,29 +95,46 @@ def _distinct(sizes: Mapping[str, Dim]) -> tuple[Mapping[str, Dim], Array | None
 
 def _fitted_times(sizes: Mapping[str, Dim], fit: Fit, device: Device) -> FittedTimes:
     form = FORMS[fit.form]
+    missing = [name for name in form.sizes if name not in sizes]
+    if missing:
+        raise CastoffError(
+            f"{fit.source}: a fit of the form {fit.form} needs the sizes {', '.join(form.sizes)}, and this kernel has "
+            f"{', '.join(sizes)}; give it another form"
+        )
     times = form.times(sizes, fit.coefficients, device)
     inside: bool | Array = True
     for name, (least, most) in fit.ranges.items():
         size = sizes[name]
         inside = inside & (size >= least) & (size <= most)
-    if fit.correction is None and not fit.features:
-        return FittedTimes(times, inside)
+    return FittedTimes(corrected(times, form, sizes, fit.correction, fit.features, device), inside)
+
+
+def corrected(
+    times: Times,
+    form: Form,
+    sizes: Mapping[str, Dim],
+    correction: Correction | None,
+    features: Mapping[str, float],
+    device: Device,
+) -> Times:
+    """A form's times on the device, times what measurements were off it; the host's stays."""
+    if correction is None and not features:
+        return times
     logarithm: Dim = 0.0
-    if fit.correction is not None:
-        logarithm = log_factor(fit.correction, form.axes(sizes))
-    if fit.features:
+    if correction is not None:
+        logarithm = log_factor(correction, form.axes(sizes))
+    if features:
         terms = form.features(sizes, device)
-        for name, factor in fit.features.items():
+        for name, factor in features.items():
             logarithm = logarithm + factor * terms[name]
     scale = np.exp(logarithm)
-    scaled = replace(
-        times, seconds=times.seconds * scale, compute_s=times.compute_s * scale, memory_s=times.memory_s * scale
+    return Times(
+        times.seconds * scale, times.compute_s * scale, times.memory_s * scale, times.launch_s * scale, times.host_s
     )
-    return FittedTimes(scaled, inside)
 
 
-def check_fits(backend: Backend) -> None:
-    """Raise CastoffError for a fit of a form that castoff does not have, or with other coefficients than the form's."""
+def check_fits(backend: Backend, device: Device) -> None:
+    """Raise CastoffError for a fit of a form that castoff does not have, or with other names than the form's."""
     for kernel, fit in backend.fits.items():
         where = f"backend {backend.name}: fits.{kernel}"
         if fit.form not in FORMS:
@@ -126,11 +143,25 @@ def check_fits(backend: Backend) -> None:
         if fit.coefficients.keys() != form.start.keys():
             given, wanted = ", ".join(fit.coefficients), ", ".join(form.start)
             raise CastoffError(f"{where}.coefficients must be {wanted}, got {given}")
-        unknown = [name for name in fit.ranges if name not in form.sizes]
-        if unknown:
+        if fit.ranges.keys() != set(form.sizes):
             raise CastoffError(
-                f"{where}.ranges: the sizes of {fit.form} are {', '.join(form.sizes)}, got {', '.join(unknown)}"
+                f"{where}.ranges: the sizes of {fit.form} are {', '.join(form.sizes)}, got {', '.join(fit.ranges)}"
             )
+        _check_terms(fit, form, where, device)
+
+
+def _check_terms(fit: Fit, form: Form, where: str, device: Device) -> None:
+    """Try the fit at the least sizes that it was made from."""
+    sizes = {name: max(least, 1.0) for name, (least, _) in fit.ranges.items()}
+    axes = form.axes(sizes)
+    wrong = [] if fit.correction is None else [name for name in fit.correction.axes if name not in axes]
+    if wrong:
+        raise CastoffError(f"{where}.correction.axes must be of {', '.join(axes)}, got {', '.join(wrong)}")
+    terms = form.features(sizes, device) if fit.features else {}
+    wrong = [name for name in fit.features if name not in terms]
+    if wrong:
+        known = ", ".join(terms) or "none"
+        raise CastoffError(f"{where}.features: the form {fit.form} has {known}, got {', '.join(wrong)}")
 
 
 _KINDS: Mapping[str, Callable[[Sequence[Part], Curve, Device], Terms]] = {"roofline": _roofline}

@@ -31,10 +31,17 @@ def resolve(model: ModelSpec, device: Device, scenario: Scenario, *, measured: M
     Raises CastoffError with the reason where it cannot run.
     """
     backend = load_backend(device.default_backend if scenario.backend is None else scenario.backend, device.name)
-    check_fits(backend)
+    check_fits(backend, device)
     setup = resolve_setup(model, device, backend, scenario, scenario.workload.mode)
     check_hits(setup, scenario)
     reads_pools = scenario.offload.offloads and setup.mode == "decode"
     pool, notes = pool_of(setup, scenario) if reads_pools else (None, ())
+    published, priced = model.checkpoint_quant, setup.expert.action
+    if published is not None and priced != published.action:
+        notes = (
+            *notes,
+            f"{model.name} is published in {published.action} and is priced as {priced}; "
+            f"--quantize-linear-action {published.action} prices it as published",
+        )
     pricing = Pricing(device, backend, measured, setup.mesh.num_devices)
     return Deployment(setup=setup, pricing=pricing, scenario=scenario, pool=pool, notes=notes)

@@ -150,10 +150,4 @@ def _notes(model: ModelSpec, compilation: Compilation, result: Cast, pool: Pool 
             f"requests reach {longest:.0f} tokens, beyond max_position_embeddings {model.max_position_embeddings} "
             f"of {model.name}"
         )
-    published, priced = model.checkpoint_quant, result.setup.expert.action
-    if published is not None and priced != published.action:
-        notes.append(
-            f"{model.name} is published in {published.action} and is priced as {priced}; "
-            f"--quantize-linear-action {published.action} prices it as published"
-        )
     return notes

@@ -115,8 +115,7 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
     Where it has a fit of the whole op, that is the only kernel.
     """
     work, fits = call.work, pricing.backend.fits
-    kernels = (as_kernel(call),) if curve_of(call.op.name) in fits else work.kernels
-    known = [(kernel, kernel.known_curve(fits)) for kernel in kernels] if fits else []
+    known = [(kernel, kernel.known_curve(fits)) for kernel in _kernels(call, fits)] if fits else []
     fitted = [(kernel, fits[curve]) for kernel, curve in known if curve and _is_covered(kernel, work, pricing)]
     rest = without_kernels(work, [kernel for kernel, _ in fitted]) if fitted else work
     prices = [_fitted_price(kernel, fit, pricing.device) for kernel, fit in fitted]
@@ -128,6 +127,11 @@ def price_call(call: OpCall, pricing: Pricing) -> Price:
         if seconds is not None:
             return Price(seconds, price.terms, "measured", price.units)
     return price
+
+
+def _kernels(call: OpCall, fits: Mapping[str, Fit]) -> tuple[Kernel, ...]:
+    """The whole call where there is a fit for it, else its kernels."""
+    return (as_kernel(call),) if curve_of(call.op.name) in fits else call.work.kernels
 
 
 def _is_covered(kernel: Kernel, work: Work, pricing: Pricing) -> bool:
@@ -144,7 +148,7 @@ def _fitted_price(kernel: Kernel, fit: Fit, device: Device) -> Price:
     if not kernel.parts:
         terms = (0.0, 0.0, 0.0, times.seconds - times.launch_s, 0.0, times.launch_s)
     extrapolated = ~inside if isinstance(inside, np.ndarray) else not inside
-    origin: Origin = "analytic" if np.any(extrapolated) else "calibrated"
+    origin: Origin = "analytic" if np.any(extrapolated) else fit.origin
     return Price(times.seconds, terms, origin, (), extrapolated, times.host_s)
 
 
@@ -239,7 +243,7 @@ def beyond_ranges(call: OpCall, pricing: Pricing) -> dict[str, dict[str, float]]
     """The fitted kernels of a call of one scenario that lie beyond what was fitted: by curve, the sizes that do."""
     fits, work = pricing.backend.fits, call.work
     found: dict[str, dict[str, float]] = {}
-    for kernel in work.kernels:
+    for kernel in _kernels(call, fits):
         curve = kernel.known_curve(fits)
         if curve is None or not _is_covered(kernel, work, pricing):
             continue

@@ -10,8 +10,9 @@ from castoff.casting.prediction import Prediction
 from castoff.casting.price import BOUNDS, Bound, Price, shapes_text
 from castoff.casting.timeline import Span, spans
 from castoff.ops.program import OpCall
-from castoff.ops.work import Part
 from castoff.spec.backend import Origin, weakest
+
+LEAST_S = 1e-12
 
 
 @dataclass(slots=True)
@@ -93,15 +94,18 @@ def _add(summary: OpSummary, call: OpCall, price: Price, shapes: str, prediction
     for bound, term in zip(BOUNDS, price.terms, strict=True):
         summary.terms_s[bound] += count * float(term)
     summary.shapes[shapes] += count
+    if not work.parts:
+        return
+    curve = prediction.backend.curve(call.family)
+    own_s = {part.name: float(max(part_terms(part, curve, prediction.device))) for part in work.parts}
+    # What a fit says of a kernel is shared by its parts as the roofline shares it.
+    fitted = any(kernel.known_curve(prediction.backend.fits) for kernel in work.kernels)
+    scale = float(price.seconds) / max(sum(own_s.values()), LEAST_S) if fitted else 1.0
     for part in work.parts:
-        _add_bucket(summary.buckets.setdefault(part.name, BucketSummary(part.name)), part, call, prediction, count)
-
-
-def _add_bucket(bucket: BucketSummary, part: Part, call: OpCall, prediction: Prediction, count: int) -> None:
-    terms = part_terms(part, prediction.backend.curve(call.family), prediction.device)
-    bucket.flops += count * float(part.matrix_flops + part.vector_flops)
-    bucket.bytes += count * float(part.bytes + part.gather_bytes)
-    bucket.seconds += count * float(max(terms))
+        bucket = summary.buckets.setdefault(part.name, BucketSummary(part.name))
+        bucket.flops += count * float(part.matrix_flops + part.vector_flops)
+        bucket.bytes += count * float(part.bytes + part.gather_bytes)
+        bucket.seconds += count * scale * own_s[part.name]
 
 
 def kind_summaries(prediction: Prediction) -> list[KindSummary]:

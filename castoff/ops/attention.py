@@ -97,7 +97,8 @@ def _kernels(call: OpCall, core: tuple[str, ...]) -> tuple[Kernel, ...]:
     if sizes.topk_limit is None:
         return ()
     phase, queries, heads = call.attributes["phase"], lengths.tokens, sizes.heads
-    sparse = attends_sparsely(lengths, sizes.topk_limit, phase)
+    # Queries that are absorbed already cannot attend densely.
+    sparse = attends_sparsely(lengths, sizes.topk_limit, phase) if sizes.absorbs else 1.0
     rows = lengths.selected(sizes.topk_limit) / sizes.shards
     widths = sizes.qk_nope_head_dim + sizes.v_head_dim
     attend = Kernel(

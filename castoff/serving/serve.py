@@ -141,8 +141,8 @@ def prepare(model: ModelSpec, device: Device, scenario: Scenario, requests: Requ
         requests=min(len(requests.prompt_tokens), rules.max_running, requests.clients or rules.max_running),
         chunk_tokens=chunk,
     )
-    decoded, decode_origin = decode_table(decode, extent, serving.graph_batches)
-    computed, prefill_origin = prefill_table(prefill, extent)
+    decoded, decode_origin, decode_beyond = decode_table(decode, extent, serving.graph_batches)
+    computed, prefill_origin, prefill_beyond = prefill_table(prefill, extent)
     assumed = ["assumed" if decode.setup.mtp.acceptance_is_assumed else "measured"]
     steps = StackSteps(
         decode=decoded,
@@ -152,7 +152,10 @@ def prepare(model: ModelSpec, device: Device, scenario: Scenario, requests: Requ
         system=system,
         origin=weakest([decode_origin, prefill_origin, serving.origin, system.origin, *assumed]),  # type: ignore[list-item]
     )
-    return Prepared(steps=steps, rules=replace(rules, delay_s=steps.delay_s), decode=decode, notes=decode.notes)
+    beyond = [name for name, is_so in (("decode", decode_beyond), ("prefill", prefill_beyond)) if is_so]
+    marks = [f"the largest {name} passes that may come up lie beyond the sizes that were fitted" for name in beyond]
+    notes = (*decode.notes, *marks)
+    return Prepared(steps=steps, rules=replace(rules, delay_s=steps.delay_s), decode=decode, notes=notes)
 
 
 def kv_capacity(decode: Deployment, prefill: Deployment, serving: ServingCost, chunk_tokens: int) -> Capacity:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from castoff.casting.deployment import Deployment
+from castoff.casting.price import any_extrapolated
 from castoff.casting.rank import cast_batch
 from castoff.dims import Array
 from castoff.spec.backend import Origin
@@ -151,8 +152,13 @@ def without_host(deployment: Deployment) -> Deployment:
     return replace(deployment, pricing=replace(deployment.pricing, backend=backend))
 
 
-def decode_table(deployment: Deployment, extent: Extent, graph_batches: Sequence[int]) -> tuple[DecodeTable, Origin]:
-    """Cast decode steps of every batch that has a graph, up to those at hand, and of larger ones."""
+def decode_table(
+    deployment: Deployment, extent: Extent, graph_batches: Sequence[int]
+) -> tuple[DecodeTable, Origin, bool]:
+    """Cast decode steps of every batch that has a graph, up to those at hand, and of larger ones.
+
+    With the table come its origin and whether any of its steps is beyond the sizes that kernels were fitted on.
+    """
     ranks = deployment.setup.mesh.dp.size
     most = -(-extent.requests // ranks)
     sizes = [batch for batch in graph_batches if batch <= most]
@@ -167,13 +173,12 @@ def decode_table(deployment: Deployment, extent: Extent, graph_batches: Sequence
     result = cast_batch(without_host(deployment), [RequestClass(count_RC, context_RC, query)])
     seconds_RC = np.broadcast_to(result.latency_s, count_RC.shape).reshape(len(sizes), len(contexts))
     rows = tuple(tuple(row) for row in seconds_RC.tolist())
-    return DecodeTable(tuple(size * ranks for size in sizes), tuple(contexts.tolist()), rows, graphs * ranks), (
-        result.origin
-    )
+    table = DecodeTable(tuple(size * ranks for size in sizes), tuple(contexts.tolist()), rows, graphs * ranks)
+    return table, result.origin, bool(np.any(any_extrapolated(result.prices)))
 
 
-def prefill_table(deployment: Deployment, extent: Extent) -> tuple[PrefillTable, Origin]:
-    """Cast passes of up to a whole chunk over prompts that are all alike."""
+def prefill_table(deployment: Deployment, extent: Extent) -> tuple[PrefillTable, Origin, bool]:
+    """Cast passes of up to a whole chunk over prompts that are all alike; returns what `decode_table` does."""
     count = 1 + math.ceil(math.log(max(extent.chunk_tokens / LEAST_PASS_TOKENS, 1)) / math.log(TOKEN_RATIO))
     tokens = np.unique(np.round(np.geomspace(min(LEAST_PASS_TOKENS, extent.chunk_tokens), extent.chunk_tokens, count)))
     contexts = _knots(extent.longest_tokens, CONTEXT_KNOTS, deployment.setup.topk_limit)
@@ -191,7 +196,7 @@ def prefill_table(deployment: Deployment, extent: Extent) -> tuple[PrefillTable,
         requests=tuple(np.log2(requests).tolist()),
         seconds_NCR=tuple(tuple(tuple(row) for row in plane) for plane in seconds_NCR),
     )
-    return table, result.origin
+    return table, result.origin, bool(np.any(any_extrapolated(result.prices)))
 
 
 def _knots(most: int, count: int, bend: int | None) -> Array:

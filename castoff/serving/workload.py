@@ -12,6 +12,9 @@ from castoff.errors import CastoffError
 from castoff.spec.checks import check_whole
 
 REQUESTS_PER_CLIENT = 10
+MOST_REQUESTS = 1_000_000
+# A year: later arrivals are a slip, and leave the range in which times add up.
+LAST_ARRIVAL_S = 3.2e7
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,11 @@ class ClosedLoop:
             raise CastoffError(f"least_share must be greater than 0 and at most 1, got {self.least_share}")
         count = REQUESTS_PER_CLIENT * self.concurrency if self.num_requests is None else self.num_requests
         check_whole("num_requests", count, least=1)
+        if count > MOST_REQUESTS:
+            raise CastoffError(
+                f"{count:,} requests are more than the {MOST_REQUESTS:,} that are simulated; give fewer clients or "
+                "num_requests"
+            )
         draw = np.random.default_rng(self.seed)
 
         def lengths(nominal: int) -> tuple[int, ...]:
@@ -75,17 +83,26 @@ class Arrivals:
     prompt_tokens: Sequence[int]
     output_tokens: Sequence[int]
 
+    @property
+    def _lengths(self) -> tuple[Sequence[int], Sequence[int]]:
+        return self.prompt_tokens, self.output_tokens
+
     def drawn(self) -> Requests:
         """The requests, as they are. Raises CastoffError for numbers that cannot be."""
-        times = [float(time) for time in self.arrival_s]
+        if not all(isinstance(given, Sequence | np.ndarray) for given in (self.arrival_s, *self._lengths)):
+            raise CastoffError("arrivals need arrival_s, prompt_tokens and output_tokens as lists of numbers")
+        try:
+            times = [float(time) for time in self.arrival_s]
+        except (TypeError, ValueError):
+            raise CastoffError("arrival_s must be numbers, in seconds from the start") from None
         counts = {len(times), len(self.prompt_tokens), len(self.output_tokens)}
         if len(counts) != 1 or counts == {0}:
             raise CastoffError(
                 f"arrivals need one time, one prompt_tokens and one output_tokens a request, at least one; got "
                 f"{len(times)}, {len(self.prompt_tokens)} and {len(self.output_tokens)}"
             )
-        if not all(0 <= time < math.inf for time in times):
-            raise CastoffError("arrival_s must be seconds of at least 0")
+        if not all(0 <= time <= LAST_ARRIVAL_S for time in times):
+            raise CastoffError(f"arrival_s must be seconds from 0 to {LAST_ARRIVAL_S:g}")
         for name, lengths in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
             check_whole(name, np.asarray(lengths), least=1)
         prompts, outputs = (tuple(int(n) for n in lengths) for lengths in (self.prompt_tokens, self.output_tokens))

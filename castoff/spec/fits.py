@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from math import prod
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from castoff.dims import Array
 from castoff.spec.toml_file import Table, shown
 
 LARGEST_LOG_FACTOR = 5.0
+
+FitOrigin = Literal["calibrated", "assumed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +39,8 @@ class Fit:
     coefficients: what the form multiplies and adds, by its names, positive, in SI units.
     features: factors of further terms that the form gives, which add to the logarithm of its time.
     ranges: least and largest of each size among the rows fitted; beyond them a prediction is marked.
-    rows: how many. median_abs_error, p90_abs_error: of |predicted / measured − 1| over rows of sites left out in turn.
+    rows: how many. median_abs_error, p90_abs_error: of |predicted / measured − 1| over rows of sites left out in turn,
+        which other kernels may be part of. origin: assumed where nothing of it was fitted.
     """
 
     form: str
@@ -47,6 +51,7 @@ class Fit:
     rows: int
     median_abs_error: float
     p90_abs_error: float
+    origin: FitOrigin
     source: str
 
 
@@ -58,15 +63,21 @@ def read_fit(table: Table) -> Fit:
     ranges = table.table("ranges")
     return Fit(
         form=table.text("form"),
-        coefficients={name: coefficients.at_least_zero(name) for name in coefficients.values},
+        coefficients={name: _coefficient(coefficients, name) for name in coefficients.values},
         features={name: features.number(name) for name in features.values},
         correction=_read_correction(table.table("correction")) if "correction" in table.values else None,
         ranges={name: _range(ranges, name) for name in ranges.values},
         rows=table.count("rows"),
         median_abs_error=table.at_least_zero("median_abs_error"),
         p90_abs_error=table.at_least_zero("p90_abs_error"),
+        origin=table.choice("origin", get_args(FitOrigin)),
         source=table.text("source"),
     )
+
+
+def _coefficient(table: Table, name: str) -> float:
+    # Forms divide by them.
+    return table.positive(name) if name.endswith("efficiency") else table.at_least_zero(name)
 
 
 def _range(table: Table, name: str) -> tuple[float, float]:

@@ -127,17 +127,13 @@ def fit_hosts(cases: Sequence[Case], factor: float, start: Hosts) -> dict[str, t
 
 
 def fit_factor(prompts: Sequence[Case]) -> float:
-    """The factor of prefill with which the long prompts' TTFT is right on average without any host, by bisection.
+    """TTFT of long prompts over the passes that compute them, as if there were no host.
 
     It takes all of the host for the device's, which on a long prompt is little: an upper bound. Short prompts say
     nothing of it, since the host's floor is longer than their passes.
     """
-    low, high = 0.5, 3.0
-    for _ in range(20):
-        factor = (low + high) / 2
-        ratios = [predict(case, (0.0, 0.0), factor).ttft_s / case.point.ttft_s for case in prompts]
-        low, high = (factor, high) if np.mean(ratios) < 1 else (low, factor)
-    return factor
+    ratios = [case.point.ttft_s / case.prepared.steps.prefill.pass_s(case.point.isl, 0, 1) for case in prompts]
+    return float(np.mean(ratios))
 
 
 def host_of(hosts: Hosts, case: Case) -> tuple[float, float]:

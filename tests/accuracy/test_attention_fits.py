@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from castoff.accuracy.calibrate import Calibration, calibrate
-from castoff.accuracy.fit import Recipe, Robustness, Samples, Slot, as_fit, fit, predict, validate
+from castoff.accuracy.fit import fit, predict
 from castoff.accuracy.fit_file import fits_toml
+from castoff.accuracy.recipe import Recipe, Robustness, Samples, Slot
 from castoff.accuracy.stages_attention import MODULE_STAGES
+from castoff.accuracy.validate import as_fit, validate
 from castoff.casting.curves import fitted_times
 from castoff.casting.forms.table import FORMS
 from castoff.dims import Array

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from castoff.accuracy.calibrate import Calibration
-from castoff.accuracy.fit import Recipe, Robustness, Samples, Slot, as_fit, fit, predict, validate
+from castoff.accuracy.fit import fit, predict
 from castoff.accuracy.fit_file import fits_toml
+from castoff.accuracy.recipe import Recipe, Robustness, Samples, Slot
+from castoff.accuracy.validate import as_fit, validate
 from castoff.casting.curves import check_fits, fitted_times
 from castoff.casting.forms.table import FORMS
 from castoff.ops.work import Kernel
@@ -75,7 +77,7 @@ def test_a_file_prices_as_the_fit_did(tmp_path: Path) -> None:
     path = tmp_path / "made.toml"
     path.write_text(fits_toml(Calibration(backend="sglang", device="h200_sxm", stages=(), fits={"kernel": made})))
     backend = load_backend(str(path), "h200_sxm")
-    check_fits(backend)
+    check_fits(backend, H200)
     read = backend.fits["kernel"]
     assert (read.rows, read.source, read.form) == (600, "made up", "matmul")
     for m in (1.0, 77.0, 5000.0):

@@ -30,13 +30,13 @@ def roofline_s(table: TableAccuracy) -> float:
 
 def test_gemm(tmp_path: Path) -> None:
     write_table(tmp_path, GEMM, "gemm")
-    table = only_table(tmp_path)
+    table = only_table(tmp_path, backend="nvidia")
     peak_s = 2 * 4096 * 6144 * 2048 / H200.matrix_flops_per_s["bf16"]
     curve = NVIDIA.curve("matmul")
     expected_s = curve.launch_s + peak_s / curve.compute_efficiency
     assert predicted_s(table) == pytest.approx(expected_s)
     assert roofline_s(table) == pytest.approx(peak_s)
-    assert (table.name, table.system, table.backend, table.priced_by) == ("gemm_bf16", "h200_sxm", "sglang", "sglang")
+    assert (table.name, table.system, table.backend, table.priced_by) == ("gemm_bf16", "h200_sxm", "sglang", "nvidia")
     assert (table.rows, table.rows_scored, table.excluded) == (1, 1, {})
     assert table.bias == pytest.approx(expected_s / 0.2e-3 - 1)
     assert table.median_abs_error == table.p90_abs_error == pytest.approx(abs(expected_s / 0.2e-3 - 1))
@@ -229,7 +229,7 @@ def test_tables_of_systems_that_a_file_was_not_fitted_on(tmp_path: Path) -> None
 def test_a_stack_that_castoff_has_no_backend_for_is_priced_by_the_devices_own(tmp_path: Path) -> None:
     write_table(tmp_path, GEMM, "gemm", backend="trtllm")
     write_table(tmp_path, GEMM, "gemm", backend="vllm")
-    assert [table.priced_by for table in ops_accuracy(tmp_path).tables] == ["nvidia", "vllm"]
+    assert [table.priced_by for table in ops_accuracy(tmp_path).tables] == ["sglang", "vllm"]
 
 
 @pytest.mark.parametrize(("word", "scored"), [("power_law_1.2", 1), ("balanced", 1), ("gaussian", 0)])

@@ -10,6 +10,7 @@ ranges = { m = [1, 4096], n = [32, 65536], k = [32, 65536] }
 rows = 100
 median_abs_error = 0.05
 p90_abs_error = 0.15
+origin = "calibrated"
 source = "made up"
 """
 GRID = """

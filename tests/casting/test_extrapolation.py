@@ -31,7 +31,7 @@ def test_a_fit_prices_its_kernel_alone(tmp_path: Path) -> None:
         {op.name: op for op in op_summaries(prediction(backend))} for backend in ("nvidia", fitted_backend(tmp_path))
     )
     assert plain.keys() == fitted.keys()
-    assert {name for name in plain if plain[name].total_s != fitted[name].total_s} == {"linear"}
+    assert {name for name in plain if plain[name].total_s != fitted[name].total_s} == {"linear", "moe_gate"}
     assert (plain["linear"].origin, fitted["linear"].origin) == ("assumed", "calibrated")
     assert fitted["linear"].extrapolated == 0
 
@@ -40,14 +40,16 @@ def test_marks_of_a_prediction(tmp_path: Path) -> None:
     backend = fitted_backend(tmp_path, BF16.replace("m = [1, 4096]", "m = [1, 2]"))
     found = prediction(backend)
     (note,) = [note for note in found.notes if "beyond" in note]
-    linear = next(op for op in op_summaries(found) if op.name == "linear")
+    ops = {op.name: op for op in op_summaries(found)}
+    linear, router = ops["linear"], ops["moe_gate"]
     assert linear.extrapolated == linear.calls
-    assert note == f"{linear.calls:,} kernels lie beyond the ranges fitted: matmul_bf16 m=4"
+    assert note == f"{linear.calls + router.calls:,} kernels lie beyond the ranges fitted: matmul_bf16 m=4"
     assert linear.origin == "analytic"
     assert not any("beyond" in note for note in prediction(fitted_backend(tmp_path)).notes)
 
 
-def test_marks_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_marks_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     backend = fitted_backend(tmp_path, BF16.replace("m = [1, 4096]", "m = [1, 2]"))
     arguments = ("cast", "zai-org/GLM-5.2", "--device", "h200_sxm", "--backend", backend, *FLAGS, "--decode")
     sizes = ("--num-queries", "4", "--context-length", "2000")

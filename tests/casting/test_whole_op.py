@@ -17,7 +17,7 @@ from tests.generators import NVIDIA, device
 COEFFICIENTS = {**AMOUNTS.start, "launch_s": 1e-3, "s_per_matrix_flop": 1e-9, "s_per_byte": 0.0}
 FIT = Fit(
     form="amounts", coefficients=COEFFICIENTS, features={}, correction=None, ranges={"tokens": (1, 64)}, rows=2,
-    median_abs_error=0, p90_abs_error=0, source="a test",
+    median_abs_error=0, p90_abs_error=0, origin="calibrated", source="a test",
 )  # fmt: skip
 
 

@@ -38,3 +38,18 @@ def test_tokens_that_choose_one_by_one() -> None:
         chosen = {expert for _ in range(40) for expert in rng.choice(256, 8, replace=False, p=shares).tolist()}
         touched.append(len(chosen))
     assert skewed_load(40, 256, 8, 1, 1.2).touched == pytest.approx(np.mean(touched), rel=0.06)
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(1, 8), (4, 8), (16, 8), (64, 8), (16, 32)])
+def test_the_busiest_rank_is_found_after_the_draw(tokens: int, ranks: int) -> None:
+    rng, rows, touched = np.random.default_rng(5), [], []
+    for _ in range(400):
+        popularity = power_law(rng.random(256), 1.0, POPULARITY_RATIO, 1.2)
+        drawn = rng.multinomial(8 * tokens, popularity / popularity.sum()).reshape(ranks, -1)
+        busiest = drawn[drawn.sum(axis=1).argmax()]
+        rows.append(busiest.sum())
+        touched.append(np.count_nonzero(busiest))
+    load = skewed_load(tokens, 256, 8, ranks, 1.2)
+    assert load.rows == pytest.approx(np.mean(rows), rel=0.1)
+    # Drawn one by one an expert may be chosen twice by a token.
+    assert load.touched == pytest.approx(np.mean(touched), rel=0.12)

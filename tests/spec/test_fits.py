@@ -8,14 +8,14 @@ import pytest
 from castoff.casting.curves import check_fits
 from castoff.errors import CastoffError
 from castoff.spec.backend import backend_fits, fitted_device, load_backend, shipped_backends
-from castoff.spec.device import shipped_devices
+from castoff.spec.device import load_device, shipped_devices
 from tests.casting.fitted import BF16, GRID, fitted_backend
 
 
 def test_a_fit(tmp_path: Path) -> None:
     path = fitted_backend(tmp_path, BF16 + GRID)
     backend = load_backend(path, "h200_sxm")
-    check_fits(backend)
+    check_fits(backend, load_device("h200_sxm"))
     fit = backend.fits["matmul_bf16"]
     assert fit.ranges["m"] == (1, 4096)
     assert fit.correction is not None
@@ -56,7 +56,7 @@ def test_files_extend_each_other(tmp_path: Path) -> None:
 def test_what_is_shipped_can_be_priced(name: str) -> None:
     assert load_backend(name).fits == {}
     for device in shipped_devices():
-        check_fits(load_backend(name, device))
+        check_fits(load_backend(name, device), load_device(device))
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_faults(tmp_path: Path, given: str, instead: str, message: str) -> None:
     assert given in text
     path = fitted_backend(tmp_path, text.replace(given, instead))
     with pytest.raises(CastoffError, match=message):
-        check_fits(load_backend(path, "h200_sxm"))
+        check_fits(load_backend(path, "h200_sxm"), load_device("h200_sxm"))
