@@ -102,7 +102,8 @@ def step_deployment(point: StepPoint, backend: str | None) -> Deployed:
         compilation=Compilation(compile=True),
         offload=Offload(offload=cast(OffloadMode, point.offload), pool_tokens=point.pool_tokens),
         hits=Hits(hit_rate=rate if point.offload != "none" else None),
-        backend=backend or GRAPHS[point.graph],
+        # The graphs are those of Ascend.
+        backend=backend or (GRAPHS[point.graph] if device.vendor == "ascend" else device.default_backend),
     )
     return Deployed(model, device, scenario)
 

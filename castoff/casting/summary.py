@@ -10,7 +10,7 @@ from castoff.casting.prediction import Prediction
 from castoff.casting.price import BOUNDS, Bound, Price, shapes_text
 from castoff.casting.timeline import Span, spans
 from castoff.ops.program import OpCall
-from castoff.spec.backend import Origin, weakest
+from castoff.spec.backend import ORIGINS, Origin, weakest
 
 LEAST_S = 1e-12
 
@@ -106,6 +106,16 @@ def _add(summary: OpSummary, call: OpCall, price: Price, shapes: str, prediction
         bucket.flops += count * float(part.matrix_flops + part.vector_flops)
         bucket.bytes += count * float(part.bytes + part.gather_bytes)
         bucket.seconds += count * scale * own_s[part.name]
+
+
+def origin_seconds(prediction: Prediction) -> dict[Origin, float]:
+    """Op time of a step by where it comes from, the strongest origin first."""
+    cast = prediction.cast
+    seconds: dict[Origin, float] = dict.fromkeys(ORIGINS, 0.0)
+    for block, count in cast.program.counts.items():
+        for price in cast.prices[block]:
+            seconds[price.origin] += count * float(price.seconds)
+    return {origin: own for origin, own in seconds.items() if own}
 
 
 def kind_summaries(prediction: Prediction) -> list[KindSummary]:

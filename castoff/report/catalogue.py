@@ -182,6 +182,9 @@ def backend_details(backend: Backend, fits: Mapping[str, Mapping[str, Fit]]) -> 
     held = f"{backend.prompt_hidden_states:g} of the whole prompt" if backend.prompt_hidden_states else "none"
     made.add_row("hidden states in prefill", held, stack)
     for mode, seconds in backend.host_s_per_step.items():
+        # Its systems say what decode steps take.
+        if mode == "decode" and backend.serving is not None:
+            continue
         made.add_row(f"host time, {mode}", f"{microseconds(seconds)} µs per step", host)
     links = backend.collectives
     figures = f"launch {microseconds(links.launch_s)} µs, links {links.link_efficiency:g}"

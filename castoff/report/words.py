@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from castoff.casting.measured import Coverage
 from castoff.casting.prediction import Prediction
 from castoff.casting.price import Bound
+from castoff.casting.summary import origin_seconds
 from castoff.dims import largest
 from castoff.report.step import StepReport
 from castoff.report.units import count, gib_text, percent
@@ -76,8 +77,18 @@ def verdict(report: StepReport) -> str:
         fits = f"it does not fit: {gib_text(over)} too much {where}"
     return (
         f"Bound by {bound}: the step waits for {_WAITS_FOR[bound]} in {percent(share)} of its op time, most of it in "
-        f"{top.name}; {fits}."
+        f"{top.name}; {fits}.{_origins(prediction)}"
     )
+
+
+def _origins(prediction: Prediction) -> str:
+    """How much of the op time is fitted to measurements, and what the rest is; nothing where nothing is."""
+    seconds = origin_seconds(prediction)
+    if "calibrated" not in seconds:
+        return ""
+    whole = sum(seconds.values())
+    shares = ", ".join(f"{percent(own / whole)} {origin}" for origin, own in seconds.items())
+    return f" Its op time is {shares}."
 
 
 def what_is_cast(prediction: Prediction) -> list[str]:

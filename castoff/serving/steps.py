@@ -15,7 +15,7 @@ import numpy as np
 
 from castoff.casting.deployment import Deployment
 from castoff.casting.price import any_extrapolated
-from castoff.casting.rank import cast_batch
+from castoff.casting.rank import Cast, cast_batch
 from castoff.dims import Array
 from castoff.spec.backend import Origin
 from castoff.spec.scenario import RequestClass
@@ -157,7 +157,7 @@ def decode_table(
 ) -> tuple[DecodeTable, Origin, bool]:
     """Cast decode steps of every batch that has a graph, up to those at hand, and of larger ones.
 
-    With the table come its origin and whether any of its steps is beyond the sizes that kernels were fitted on.
+    With the table come its origin and whether its largest step is beyond the sizes that kernels were fitted on.
     """
     ranks = deployment.setup.mesh.dp.size
     most = -(-extent.requests // ranks)
@@ -174,11 +174,12 @@ def decode_table(
     seconds_RC = np.broadcast_to(result.latency_s, count_RC.shape).reshape(len(sizes), len(contexts))
     rows = tuple(tuple(row) for row in seconds_RC.tolist())
     table = DecodeTable(tuple(size * ranks for size in sizes), tuple(contexts.tolist()), rows, graphs * ranks)
-    return table, result.origin, bool(np.any(any_extrapolated(result.prices)))
+    return table, result.origin, _is_beyond(result, -1)
 
 
 def prefill_table(deployment: Deployment, extent: Extent) -> tuple[PrefillTable, Origin, bool]:
-    """Cast passes of up to a whole chunk over prompts that are all alike; returns what `decode_table` does."""
+    """Cast passes of up to a whole chunk over prompts that are all alike; returns what `decode_table` does, of a whole
+    chunk after the longest context."""
     count = 1 + math.ceil(math.log(max(extent.chunk_tokens / LEAST_PASS_TOKENS, 1)) / math.log(TOKEN_RATIO))
     tokens = np.unique(np.round(np.geomspace(min(LEAST_PASS_TOKENS, extent.chunk_tokens), extent.chunk_tokens, count)))
     contexts = _knots(extent.longest_tokens, CONTEXT_KNOTS, deployment.setup.topk_limit)
@@ -196,7 +197,13 @@ def prefill_table(deployment: Deployment, extent: Extent) -> tuple[PrefillTable,
         requests=tuple(np.log2(requests).tolist()),
         seconds_NCR=tuple(tuple(tuple(row) for row in plane) for plane in seconds_NCR),
     )
-    return table, result.origin, bool(np.any(any_extrapolated(result.prices)))
+    return table, result.origin, _is_beyond(result, -len(requests))
+
+
+def _is_beyond(result: Cast, place: int) -> bool:
+    """Whether one of the passes cast is beyond the sizes that kernels were fitted on."""
+    beyond = any_extrapolated(result.prices)
+    return bool(beyond[place]) if isinstance(beyond, np.ndarray) else beyond
 
 
 def _knots(most: int, count: int, bend: int | None) -> Array:

@@ -1,10 +1,12 @@
 """Fits of whole ops: what they are asked, and that they go before everything but a measured time."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import castoff
 from castoff.casting.forms.amounts import AMOUNTS
 from castoff.casting.price import Measured, Pricing, call_key, price_call
 from castoff.casting.whole_op import as_kernel, curve_of
@@ -12,6 +14,7 @@ from castoff.ops.linear import Weight, linear
 from castoff.ops.program import OpCall, Recorder
 from castoff.spec.backend import load_backend
 from castoff.spec.fits import Fit
+from castoff.spec.scenario import Scenario, Workload
 from tests.generators import NVIDIA, device
 
 COEFFICIENTS = {**AMOUNTS.start, "launch_s": 1e-3, "s_per_matrix_flop": 1e-9, "s_per_byte": 0.0}
@@ -71,3 +74,18 @@ def test_a_measured_time_goes_before_it() -> None:
 
 def test_names() -> None:
     assert curve_of("linear") == "op_linear"
+
+
+def test_a_whole_op_beyond_its_range_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    sizes = ("matrix_flops", "vector_flops", "bytes", "gather_bytes", "tokens", "flops_per_token")
+    ranges = ", ".join(f"{name} = [0, {2 if name == 'tokens' else 1e30}]" for name in sizes)
+    coefficients = ", ".join(f"{name} = 1e-12" for name in AMOUNTS.start)
+    path.write_text(
+        f'name = "mine"\ndescription = "x"\nextends = "castoff"\n[fits.op_linear]\nform = "amounts"\n'
+        f"coefficients = {{ {coefficients} }}\nranges = {{ {ranges} }}\nrows = 1\nmedian_abs_error = 0\n"
+        'p90_abs_error = 0\norigin = "calibrated"\nsource = "x"\n'
+    )
+    step = Scenario(workload=Workload(num_queries=64, context_length=100, decode=True), backend=str(path))
+    notes = castoff.cast("zai-org/GLM-5.2", "h200_sxm", step).notes
+    assert any("beyond the ranges fitted: op_linear tokens=64" in note for note in notes)

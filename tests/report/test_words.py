@@ -65,3 +65,14 @@ def test_bounds_share_out_all_op_time() -> None:
     report = step_report(cast(MODEL, DEVICE, Scenario(parallel=TP16)))
     assert sum(report.bound_s.values()) > 0
     assert abs(sum(report.bound_s.values()) - report.op_s) < 1e-12
+
+
+def test_fits_share_the_op_time() -> None:
+    scenario = Scenario(
+        workload=Workload(num_queries=16, context_length=8192, decode=True),
+        parallel=Parallel(num_devices=8, tp_size=8),
+        quant=Quant(quantize_linear_action="FP8", quantize_indexer_action="FP8"),
+    )
+    said = verdict(step_report(cast("zai-org/GLM-5.2-FP8", "h200_sxm", scenario)))
+    assert "% calibrated, " in said
+    assert said.endswith("% assumed.")

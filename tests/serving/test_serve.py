@@ -142,3 +142,28 @@ def test_a_name_of_each_and_the_default_scenario() -> None:
 def test_refusals(scenario: Scenario, load: ClosedLoop | Arrivals, message: str) -> None:
     with pytest.raises(castoff.CastoffError, match=message):
         serve(scenario, load)
+
+
+def test_another_format_than_the_checkpoints_is_noted() -> None:
+    assert serve().notes == ()
+    as_int8 = replace(TP8, quant=replace(TP8.quant, quantize_linear_action="W8A8_DYNAMIC"))
+    assert any("is published in FP8 and is priced as W8A8_DYNAMIC" in note for note in serve(as_int8).notes)
+
+
+def test_passes_beyond_the_fits_are_noted() -> None:
+    long = ClosedLoop(concurrency=16, prompt_tokens=60_000, output_tokens=4, num_requests=2)
+    assert any("beyond the sizes that were fitted" in note for note in serve(workload=long).notes)
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (ClosedLoop(concurrency=10**9, prompt_tokens=1, output_tokens=1), "more than the 1,000,000"),
+        (Arrivals(arrival_s=[1e17], prompt_tokens=[1], output_tokens=[1]), "from 0 to 3.2e"),
+        (Arrivals(arrival_s=["a"], prompt_tokens=[1], output_tokens=[1]), "must be numbers"),  # type: ignore[list-item]
+        (Arrivals(arrival_s=[0.0], prompt_tokens=5, output_tokens=[1]), "as lists of numbers"),  # type: ignore[arg-type]
+    ],
+)
+def test_loads_that_cannot_be(load: ClosedLoop | Arrivals, message: str) -> None:
+    with pytest.raises(castoff.CastoffError, match=message):
+        serve(workload=load)
