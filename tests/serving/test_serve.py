@@ -151,7 +151,7 @@ def test_another_format_than_the_checkpoints_is_noted() -> None:
 
 
 def test_passes_beyond_the_fits_are_noted() -> None:
-    long = ClosedLoop(concurrency=16, prompt_tokens=60_000, output_tokens=4, num_requests=2)
+    long = ClosedLoop(concurrency=16, prompt_tokens=200_000, output_tokens=4, num_requests=2)
     assert any("beyond the sizes that were fitted" in note for note in serve(workload=long).notes)
 
 
