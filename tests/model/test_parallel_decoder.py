@@ -32,8 +32,11 @@ class TestMessages:
 
     T, D, V = 32, 6144, 154_880
 
-    def messages(self, compilation: Compilation | None = None, **quant: Any) -> Counter[tuple[str, str, float]]:
+    def messages(
+        self, compilation: Compilation | None = None, backend: str = "nvidia", **quant: Any
+    ) -> Counter[tuple[str, str, float]]:
         scenario = Scenario(
+            backend=backend,
             parallel=Parallel(num_devices=16, tp_size=16, ep_size=16),
             quant=Quant(**quant),
             compilation=compilation or Compilation(),
@@ -63,6 +66,13 @@ class TestMessages:
         found = self.messages(quantize_linear_action="FP8")
         assert found["all_to_all", "ep", 2 * 8 * self.D] == 75
         assert found["all_to_all", "ep", 2 * 2 * 8 * self.D] == 75
+
+    def test_unequal_experts_load_the_busiest_rank_more(self) -> None:
+        # What it receives is more than the two tokens' copies that it sends.
+        ((_, _, busiest),) = (
+            key for key in self.messages(backend="sglang", quantize_linear_action="DISABLED") if key[0] == "all_to_all"
+        )
+        assert 1.2 < busiest / (2 * 2 * 8 * self.D) < 3
 
     def test_sequence_parallelism(self) -> None:
         found = self.messages(Compilation(enable_sequence_parallel=True), quantize_linear_action="DISABLED")

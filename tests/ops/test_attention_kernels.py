@@ -41,7 +41,7 @@ def test_decode_names_its_kernels_by_format_and_phase() -> None:
     found = kernels(uniform(4, 9999, 1), "decode", quantize_linear_action="FP8", quantize_attention_action="FP8")
     assert set(found) == {
         "mlapo_fp8_block_decode", "indexer_project_fp8_block_decode", "indexer_logits_fp8_decode", "topk_decode",
-        "sparse_attention_fp8_decode", "absorb_decode", "matmul_fp8_block",
+        "sparse_attention_fp8_decode", "absorb_decode", "quantize_fp8_block", "matmul_fp8_block", "all_reduce",
     }  # fmt: skip
     assert found["topk_decode"].sizes == {
         "queries": 4, "selecting": 4, "excess": 4 * (10000 - 2048), "topk": 2048, "sparse": 1.0
