@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from castoff.spec.backend import load_backend
 from tests.cli.commands import CONFIG, exit_status
 
 pytest.importorskip("torch")
@@ -51,7 +52,10 @@ def test_quantised_layers_have_fits_of_their_own(capsys: Capture) -> None:
     assert "--quantize-linear-action W8A8_DYNAMIC" in capsys.readouterr().out
     files = ["--device", "here/device.toml", "--backend", "here/backend.toml"]
     assert exit_status("cast", "model", *files, *action, "--context-length", "20", "--json", "-") == 0
-    assert {op["origin"] for op in json.loads(capsys.readouterr().out)["ops"]} == {"calibrated"}
+    ops = json.loads(capsys.readouterr().out)["ops"]
+    assert {op["origin"] for op in ops} <= {"calibrated", "assumed"}
+    fits = load_backend("here/backend.toml", "this_machine").fits
+    assert {f"op_{op['name']}" for op in ops} <= fits.keys()
 
 
 def test_another_device_refuses_the_backend(capsys: Capture) -> None:
