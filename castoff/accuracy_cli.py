@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, cast, get_args
 
 from cyclopts import App, Group, Parameter
+from rich.table import Table
 
 from castoff.accuracy import calibrate as fitting
 from castoff.accuracy.e2e import e2e_accuracy
@@ -46,10 +47,7 @@ def accuracy_ops(
     check_outputs({"--json": _file(json)})
     with progress_bar(f"{tables}: tables") as progress:
         result = ops_accuracy(tables, backend=backend, progress=progress)
-    if json:
-        write_json(json, result)
-    if json != "-":
-        print_text(render(*accuracy_tables(result)))
+    _report(json, result, *accuracy_tables(result))
 
 
 def accuracy_e2e(
@@ -67,13 +65,10 @@ def accuracy_e2e(
     json: JsonTarget = None,
 ) -> None:
     """Lay predicted beside measured times of whole deployments, point by point."""
-    check_outputs({"--json": None if json in (None, "-") else Path(str(json))})
+    check_outputs({"--json": _file(json)})
     with progress_bar(f"{file}: points") as progress:
         result = e2e_accuracy(file, backend=backend, progress=progress)
-    if json:
-        write_json(json, result)
-    if json != "-":
-        print_text(render(*e2e_tables(result)))
+    _report(json, result, *e2e_tables(result))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +170,7 @@ def _calibrate_tables(tables: Path, device: str, backend: str, output: Path, jso
     with progress_bar(f"{tables}: fits") as progress:
         result = fitting.calibrate(tables, device=device, backend=backend, progress=progress)
     write_file(output, fits_toml(result))
-    if json:
-        write_json(json, result.stages)
-    if json != "-":
-        print_text(render(calibration_table(result)))
+    _report(json, result.stages, calibration_table(result))
 
 
 def _calibrate_machine(
@@ -205,15 +197,21 @@ def _calibrate_machine(
     make_directory(output)
     write_file(files["device"], device_toml(result))
     write_file(files["backend"], backend_toml(result))
-    if json:
-        write_json(json, result.ops)
+    _report(json, result.ops, machine_table(result))
     if json != "-":
-        print_text(render(machine_table(result)))
         print_text(
             f"\nwritten: {files['device']}, {files['backend']}\n"
             f"castoff cast MODEL --device {files['device']} --backend {files['backend']} "
             f"--quantize-linear-action {options.quantize_linear_action} --num-queries N --context-length L\n"
         )
+
+
+def _report(json: str | None, value: object, *tables: Table) -> None:
+    """JSON to where --json says; the tables, unless standard output has the JSON."""
+    if json:
+        write_json(json, value)
+    if json != "-":
+        print_text(render(*tables))
 
 
 def _file(json: str | None) -> Path | None:

@@ -162,8 +162,7 @@ def _rest_s(call: OpCall, kernels: Sequence[Kernel], pricing: Pricing) -> Array 
     work = without_kernels(call.work, kernels)
     if kernels and not work.parts and not work.collectives:
         return 0.0
-    rest = OpCall(replace(call.op, work=lambda _: work), call.inputs, call.outputs, call.attributes, call.stream)
-    seconds = price_call(rest, pricing).seconds
+    seconds = price_call(call.with_work(work), pricing).seconds
     return seconds if isinstance(seconds, np.ndarray) else float(seconds)
 
 

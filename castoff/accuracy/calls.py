@@ -7,7 +7,6 @@ times add up to a row's. Axes: T tokens, D hidden, I inputs, O outputs, E expert
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache
 from typing import get_args
 
@@ -289,5 +288,4 @@ def _parts(call: OpCall, names: frozenset[str], curve: str | None = None) -> OpC
         for kernel in call.work.kernels
         if names.issuperset(kernel.parts)
     )
-    work = Work(parts, kernels=kernels)
-    return OpCall(replace(call.op, work=lambda _: work), call.inputs, call.outputs, call.attributes, call.stream)
+    return call.with_work(Work(parts, kernels=kernels))

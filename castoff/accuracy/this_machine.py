@@ -54,8 +54,6 @@ MEMORY_SHARE = 0.6
 NO_DEVICE = "h200_sxm"
 # Sizes this close are one knot of a correction.
 SAME = 1.02
-# Files round to six digits.
-ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,9 +247,7 @@ def _fit(samples: Samples, source: str) -> Fit:
     recipes, how, device = {slot.curve: recipe}, Robustness(), load_device(NO_DEVICE)
     checked = validate([samples], recipes, device, how)
     model = fit([samples], recipes, device, how)
-    found = as_fit(slot.curve, [samples], model, recipe, checked, source)
-    ranges = {name: (least * (1 - ROUNDING), most * (1 + ROUNDING)) for name, (least, most) in found.ranges.items()}
-    return replace(found, ranges=ranges)
+    return as_fit(slot.curve, [samples], model, recipe, checked, source)
 
 
 def _knots(sizes: Array) -> tuple[float, ...]:

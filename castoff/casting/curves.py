@@ -32,11 +32,6 @@ def parts_terms(parts: Sequence[Part], curve: Curve, device: Device) -> Terms:
     return _KINDS[curve.kind](parts, curve, device)
 
 
-def part_terms(part: Part, curve: Curve, device: Device) -> Terms:
-    """Terms of one part of an op alone."""
-    return _KINDS[curve.kind]((part,), curve, device)
-
-
 def _roofline(parts: Sequence[Part], curve: Curve, device: Device) -> Terms:
     """Every amount at its peak rate times the curve's efficiency for it."""
     bandwidth = device.memory.bandwidth_bytes_per_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from castoff.casting.curves import part_terms
+from castoff.casting.curves import parts_terms
 from castoff.casting.prediction import Prediction
 from castoff.casting.price import BOUNDS, Bound, Price, shapes_text
 from castoff.casting.timeline import Span, spans
@@ -97,7 +97,7 @@ def _add(summary: OpSummary, call: OpCall, price: Price, shapes: str, prediction
     if not work.parts:
         return
     curve = prediction.backend.curve(call.family)
-    own_s = {part.name: float(max(part_terms(part, curve, prediction.device))) for part in work.parts}
+    own_s = {part.name: float(max(parts_terms((part,), curve, prediction.device))) for part in work.parts}
     # What a fit says of a kernel is shared by its parts as the roofline shares it.
     fitted = any(kernel.known_curve(prediction.backend.fits) for kernel in work.kernels)
     scale = float(price.seconds) / max(sum(own_s.values()), LEAST_S) if fitted else 1.0

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import lazy_loader as lazy
@@ -165,6 +165,11 @@ class OpCall:
         if self._work is None:
             self._work = self.op.work(self)
         return self._work
+
+    def with_work(self, work: Work) -> OpCall:
+        """The same call as if that were all it had to do."""
+        op = replace(self.op, work=lambda _: work)
+        return OpCall(op, self.inputs, self.outputs, self.attributes, self.stream)
 
     @property
     def family(self) -> str:

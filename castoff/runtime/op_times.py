@@ -85,10 +85,8 @@ class OpClock:
 
     @contextmanager
     def _on_device(self, name: str) -> Iterator[None]:
-        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        end.record()
+        with _timed(self._device) as (start, end):
+            yield
         self._pending.append(((name, self._phase()), start, end))
         if len(self._pending) >= _PENDING_CALLS:
             self._settle()
@@ -158,11 +156,18 @@ class CallClock:
 
     @contextmanager
     def _on_device(self, name: str) -> Iterator[None]:
-        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        end.record()
-        self._calls.append((name, (start, end)))
+        with _timed(self._device) as events:
+            yield
+        self._calls.append((name, events))
+
+
+@contextmanager
+def _timed(device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Events at the start and the end of what is inside, by the device's own clock."""
+    start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    start.record()
+    yield start, end
+    end.record()
 
 
 def _profile(device: str) -> Tensor:

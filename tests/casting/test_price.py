@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from castoff import cast
 from castoff.casting.collective import collective_s
-from castoff.casting.curves import part_terms, parts_terms
+from castoff.casting.curves import parts_terms
 from castoff.casting.price import (
     BOUNDS,
     CORES,
@@ -108,7 +108,7 @@ def priced(work: Work, *, family: str = "matmul", pricing: Pricing = PRICING) ->
 class TestRoofline:
     def test_terms_of_a_part(self) -> None:
         part = Part("all", 8e6, "bf16", vector_flops=2e6, bytes=3e3, gather_bytes=1e3, gather_rows=2)
-        compute, vector, memory = part_terms(part, MATMUL, TOY)
+        compute, vector, memory = parts_terms((part,), MATMUL, TOY)
         assert compute == pytest.approx(8e6 / (4e12 * 0.5), rel=1e-12)
         assert vector == pytest.approx(2e6 / (1e11 * 0.4), rel=1e-12)
         assert memory == pytest.approx(3e3 / (1e10 * 0.8) + 1e3 / (1e10 * 0.1), rel=1e-12)
@@ -166,21 +166,21 @@ class TestRoofline:
 class TestNumberFormats:
     @pytest.mark.parametrize(("dtype", "rate"), [("fp32", 1e12), ("bf16", 4e12), ("fp16", 5e12), ("int8", 8e12)])
     def test_each_at_its_own_rate(self, dtype: str, rate: float) -> None:
-        compute, _, _ = part_terms(Part("p", 1e9, dtype), MATMUL, TOY)
+        compute, _, _ = parts_terms((Part("p", 1e9, dtype),), MATMUL, TOY)
         assert compute == pytest.approx(1e9 / (rate * 0.5))
 
     def test_bf16_is_not_priced_at_the_fp16_rate(self) -> None:
         where = device(ASCEND)
         assert where.matrix_flops_per_s["bf16"] == 353.9e12
-        bf16, fp16 = (part_terms(Part("p", 1e12, dtype), MATMUL, where)[0] for dtype in ("bf16", "fp16"))
+        bf16, fp16 = (parts_terms((Part("p", 1e12, dtype),), MATMUL, where)[0] for dtype in ("bf16", "fp16"))
         assert bf16 / fp16 == pytest.approx(376 / 353.9)
 
     def test_vector_work_runs_at_the_fp32_rate(self) -> None:
-        _, vector, _ = part_terms(Part("p", vector_flops=1e9), MATMUL, TOY)
+        _, vector, _ = parts_terms((Part("p", vector_flops=1e9),), MATMUL, TOY)
         assert vector == pytest.approx(1e9 / (1e11 * 0.4))
 
     def test_no_matrix_work_needs_no_rate(self) -> None:
-        assert part_terms(Part("p", 0, "fp4", bytes=8e9), MATMUL, TOY) == (0, 0, 1)
+        assert parts_terms((Part("p", 0, "fp4", bytes=8e9),), MATMUL, TOY) == (0, 0, 1)
 
 
 class TestCollectives:
