@@ -3,6 +3,7 @@
 In the file, `[curves.default]` is complete; `[curves.<family>]` gives what differs, with its own origin and source. A
 file with `extends` has all else from another backend, section by section and curve by curve. `[fits.<kernel>]` are
 fitted to measurements on one device, which the file names as `device`; a shipped backend's lie in a file per device.
+`[fits.<kernel>]` with nothing but `of` takes the kernel's fit from that backend, where it has one on the device.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Literal, get_args
 
 from castoff.spec.fits import Fit, read_fit
 from castoff.spec.serving import ServingCost, read_serving, serving_sources
-from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_fit_devices, shipped_fits, shipped_names
+from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_fit_devices, shipped_fits, shipped_names, shown
 
 Origin = Literal["measured", "calibrated", "analytic", "assumed"]
 Family = Literal[
@@ -140,7 +141,7 @@ def _shipped(name: str, device: str | None) -> Backend:
 
 
 def _loaded(name_or_path: str, device: str | None) -> Backend:
-    backend = _read_backend(_stacked(_layers(name_or_path, device)))
+    backend = _read_backend(_with_fits_of_others(_stacked(_layers(name_or_path, device)), device))
     if backend.serving is None or device is None:
         return backend
     system = backend.serving.system(device)
@@ -207,6 +208,27 @@ def _stacked(layers: Sequence[Table]) -> Table:
             elif key not in ("extends", "device"):
                 merged[key] = value
     return Table(file=next(layer.file for layer in reversed(layers) if "name" in layer.values), values=merged)
+
+
+def _with_fits_of_others(table: Table, device: str | None) -> Table:
+    """Fits that are another backend's, from there; those that it does not have on the device are left out."""
+    if "fits" not in table.values:
+        return table
+    fits: dict[str, object] = {}
+    for kernel in table.table("fits").values:
+        own = table.table("fits").table(kernel)
+        if "of" not in own.values:
+            fits[kernel] = own.values
+            continue
+        own.only(("of",))
+        others = _stacked(_layers(own.text("of"), device))
+        if "fits" not in others.values or kernel not in others.table("fits").values:
+            continue
+        theirs = others.table("fits").table(kernel)
+        if "of" in theirs.values:
+            raise own.fault("of", f"must be a backend with a fit of its own, got {shown(own.text('of'))}")
+        fits[kernel] = theirs.values
+    return Table(file=table.file, values={**table.values, "fits": fits})
 
 
 def _read_backend(table: Table) -> Backend:

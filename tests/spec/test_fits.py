@@ -52,6 +52,30 @@ def test_files_extend_each_other(tmp_path: Path) -> None:
         load_backend(str(circle))
 
 
+def test_a_fit_of_another_backend(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    head = 'name = "own"\ndescription = "x"\nextends = "nvidia"\n'
+    own.write_text(head + '[fits.all_reduce]\nof = "sglang"\n')
+    fits = load_backend(str(own), "h200_sxm").fits
+    assert list(fits) == ["all_reduce"]
+    assert fits["all_reduce"].coefficients == load_backend("sglang", "h200_sxm").fits["all_reduce"].coefficients
+    assert load_backend(str(own)).fits == load_backend(str(own), "ATLAS_800_A3_752T_128G_DIE").fits == {}
+    for given, message in (
+        ('of = "sgl"', "sgl"),
+        (f'of = "{own}"', "must be a backend with a fit of its own"),
+        ('of = "sglang"\nrows = 3', "unknown key 'rows'"),
+    ):
+        own.write_text(head + f"[fits.all_reduce]\n{given}\n")
+        with pytest.raises(CastoffError, match=message):
+            load_backend(str(own), "h200_sxm")
+
+
+def test_products_of_vllm_are_those_of_sglang() -> None:
+    for device in ("h100_sxm", "h200_sxm", "b200_sxm"):
+        ours, theirs = (load_backend(name, device).fits["matmul_fp8_block"] for name in ("vllm", "sglang"))
+        assert ours.coefficients == theirs.coefficients
+
+
 @pytest.mark.parametrize("name", shipped_backends())
 def test_what_is_shipped_can_be_priced(name: str) -> None:
     assert load_backend(name).fits == {}
