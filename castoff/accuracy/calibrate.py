@@ -14,7 +14,7 @@ from castoff.accuracy.recipe import Samples, Slot
 from castoff.accuracy.series import KINDS, Series
 from castoff.accuracy.stage import Stage
 from castoff.accuracy.stages import STAGES
-from castoff.accuracy.tables import TableFile, find_tables, read_rows
+from castoff.accuracy.tables import TableFile, find_tables
 from castoff.accuracy.validate import as_fit, validate
 from castoff.casting.price import Pricing, price_call
 from castoff.dims import Array
@@ -119,7 +119,7 @@ def samples(stage: Stage, files: Sequence[TableFile], pricing: Pricing) -> Itera
     codes: dict[tuple[object, ...], int] = {}
     for file in files:
         kind = KINDS[file.name]
-        for series in kind.series(file, read_rows(file, kind.words, kind.numbers)):
+        for series in kind.series(file):
             trusted = not series.by_time and series.name not in stage.untrusted.get(file.system, ())
             if series.name not in stage.series or not trusted:
                 continue

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import get_args
+from typing import Literal, get_args
 
 from castoff.accuracy.benchmark_load import drawn_load, even_load
-from castoff.accuracy.tables import Rows
+from castoff.accuracy.tables import TIME_OF, Rows
 from castoff.casting.price import Pricing
 from castoff.dims import minimum
 from castoff.errors import CastoffError
@@ -20,7 +20,7 @@ from castoff.model.inputs import AbstractCaches, Selected, abstract_inputs
 from castoff.model.setup import resolve_setup
 from castoff.model.weights import RankWeights
 from castoff.ops.attention import AttentionSizes, absorb_query, expand_value
-from castoff.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from castoff.ops.collectives import ExpertExchange, all_gather, all_reduce, all_to_all, reduce_scatter
 from castoff.ops.expert_load import ExpertLayer
 from castoff.ops.lengths import Lengths
 from castoff.ops.linear import QUANTIZE, Activations, Quantized, Weight, linear, quantize
@@ -64,6 +64,7 @@ MODELS: Mapping[str, str] = {
 }
 """Models of the tables of whole modules, by what castoff calls one with the same attention."""
 
+RANKS_PER_NODE = 8
 KERNEL_MODEL, ABSORPTION_MODEL = "zai-org/GLM-5", "deepseek-ai/DeepSeek-V3"
 # Parts of ops that the tables of single kernels measure.
 ATTENTION_PARTS = frozenset({"qk", "softmax", "pv", "kv_gather"})
@@ -156,6 +157,19 @@ def nccl(site: Rows, _: Pricing) -> list[OpCall]:
                 all_to_all(recorder.tensor(size, dtype=dtype), group, shape=(size,))
 
     return _recorded(body)
+
+
+def expert_exchange(site: Rows, _: Pricing) -> list[OpCall]:
+    """Copies of a node's tokens to the ranks of their experts in FP8, or back in bf16."""
+    way: Literal["dispatch", "combine"] = "dispatch" if site.word(TIME_OF).startswith("dispatch") else "combine"
+    phase: Literal["prefill", "decode"] = "decode" if site.word("op_name") == "ll" else "prefill"
+    group, chosen = Group("ep", RANKS_PER_NODE * site.number("node_num")), site.number("num_topk")
+    exchange = ExpertExchange(way, phase, site.number("num_experts"), chosen)
+    shape = (site.dim("num_token") * chosen, site.number("hidden_size"))
+    dtype = "fp8" if way == "dispatch" else "bf16"
+    return _recorded(
+        lambda recorder: all_to_all(recorder.tensor(*shape, dtype=dtype), group, shape=shape, exchange=exchange)
+    )
 
 
 def absorption(site: Rows, _: Pricing) -> list[OpCall]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from castoff.accuracy.series import KINDS, NOT_MAPPED, Exclusions, Series
-from castoff.accuracy.tables import Rows, TableFile, count_rows, find_tables, read_rows
+from castoff.accuracy.tables import Rows, TableFile, count_rows, find_tables
 from castoff.casting.curves import check_fits
 from castoff.casting.forms.form import eager_s
 from castoff.casting.price import Pricing, price_call
@@ -117,7 +117,7 @@ def score_file(file: TableFile, backend: str | None) -> Iterator[TableAccuracy]:
     name = backend or (file.backend if file.backend in shipped_backends() else device.default_backend)
     pricing = Pricing(device, load_backend(name, device.name))
     check_fits(pricing.backend, device)
-    for series in kind.series(file, read_rows(file, kind.words, kind.numbers)):
+    for series in kind.series(file):
         yield score_series(file, series, pricing)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from castoff.accuracy import calls
 from castoff.accuracy.calls import Formula
-from castoff.accuracy.tables import Rows, TableFile
+from castoff.accuracy.tables import LATENCY, TIME_OF, Rows, TableFile, read_rows
 from castoff.dims import Array
 
 NOT_MAPPED = "castoff prices no op like it yet"
@@ -23,6 +23,7 @@ SMALL_PRODUCT, NEAR_FLOOR = 1e8, 1.5
 HOST_FLOOR_ISL = 512
 # The largest batch of the captured decode steps.
 GRAPH_BATCH, B200_GRAPH_BATCH = 256, 512
+DEEPEP_SMS = 20
 GLM_EXPERTS = {"hidden_size": 6144, "inter_size": 2048, "topk": 8, "num_experts": 256}
 
 Exclusions = dict[str, int]
@@ -46,11 +47,17 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one kind of table is read. words, numbers: the columns that are needed."""
+    """How one kind of table is read. words, numbers: the columns that are needed. times: those of times, and seconds of
+    one unit."""
 
     words: tuple[str, ...]
     numbers: tuple[str, ...]
-    series: Callable[[TableFile, Rows], Iterator[Series]]
+    make_series: Callable[[TableFile, Rows], Iterator[Series]]
+    times: Mapping[str, float] = field(default_factory=lambda: LATENCY)
+
+    def series(self, file: TableFile) -> Iterator[Series]:
+        """The series of a file. Raises CastoffError."""
+        yield from self.make_series(file, read_rows(file, self.words, self.numbers, self.times))
 
 
 def split_off(rows: Rows, excluded: Exclusions, why: str, mask: Array) -> Rows:
@@ -130,6 +137,20 @@ def _nccl(_: TableFile, rows: Rows) -> Iterator[Series]:
         yield Series(f"nccl_{op_name}", len(own), kept, excluded, calls.nccl, ("op_name", "nccl_dtype", "num_gpus"))
 
 
+def _expert_exchange(_: TableFile, rows: Rows) -> Iterator[Series]:
+    """DeepEP's kernels, dispatch and combine apart; `normal` ones take so many multiprocessors as they are given."""
+    for name, own in _by_word(rows, TIME_OF):
+        way, kind = name.split("_")[0], rows.word("op_name") if len(rows) else ""
+        excluded: Exclusions = {}
+        kept = split_off(own, excluded, "over several nodes", own.columns["node_num"] > 1)
+        if (column := f"{way}_sms") in kept.columns:
+            other = kept.columns[column] != DEEPEP_SMS
+            kept = split_off(kept, excluded, f"on other than {DEEPEP_SMS} multiprocessors, DeepEP's default", other)
+        sites = ("op_name", TIME_OF, "hidden_size", "num_topk", "num_experts", "node_num")
+        kept = timed(kept, excluded)
+        yield Series(f"deepep_{kind}_{way}", len(own), kept, excluded, calls.expert_exchange, sites)
+
+
 def _mla_bmm(_: TableFile, rows: Rows) -> Iterator[Series]:
     for op_name, own in _by_word(rows, "op_name"):
         excluded: Exclusions = {}
@@ -193,12 +214,23 @@ def _short(dtype: str) -> str:
 _REQUESTS = ("batch_size", "isl", "step")
 _EXPERTS = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
 _MODULE = ("op_name", "model", "gemm_type", "kv_cache_dtype")
+_EXCHANGE = ("num_token", "hidden_size", "num_topk", "num_experts", "node_num")
+_US = 1e-6
 
 KINDS: Mapping[str, Kind] = {
     "gemm": Kind(("gemm_dtype", "kernel_source"), ("m", "n", "k"), _gemm),
     "moe": Kind(("moe_dtype", "distribution"), _EXPERTS, _moe),
     "custom_allreduce": Kind(("backend",), ("num_gpus", "message_size"), _all_reduce),
     "nccl": Kind(("op_name", "nccl_dtype"), ("num_gpus", "message_size"), _nccl),
+    "wideep_deepep_ll": Kind(
+        ("op_name",), _EXCHANGE, _expert_exchange, {"dispatch_avg_t_us": _US, "combine_avg_t_us": _US}
+    ),
+    "wideep_deepep_normal": Kind(
+        ("op_name",),
+        (*_EXCHANGE, "dispatch_sms", "combine_sms"),
+        _expert_exchange,
+        {"dispatch_transmit_us": _US, "combine_transmit_us": _US},
+    ),
     "mla_bmm": Kind(("op_name", "bmm_dtype"), ("num_heads", "num_tokens"), _mla_bmm),
     "scale_matrix": Kind((), ("m", "k"), _scale_matrix),
     "glm5_dsa_attn_module": Kind((), _REQUESTS, _kernel(calls.sparse_attention)),

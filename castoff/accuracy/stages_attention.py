@@ -73,8 +73,17 @@ _DECODE: Mapping[str, Recipe] = {
         held=frozenset({"near_keys", "rows_per_core", "short_s", "crowding"}),
         start={"short_s": 1e-9},
     ),
-    "sparse_attention_bf16_decode": Recipe(form="decode_attention"),
-    "sparse_attention_fp8_decode": Recipe(form="decode_attention"),
+    **{
+        f"sparse_attention_{name}_decode": Recipe(
+            form="decode_attention",
+            knots={
+                "queries": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+                "visible": (8, 128, 512, 1024, 2048),
+                "heads": (8, 16, 32, 64),
+            },
+        )
+        for name in ("bf16", "fp8")
+    },
     "absorb_decode": Recipe(form="projection", held=_HOST),
 }
 
@@ -96,7 +105,7 @@ MODULE_STAGES: tuple[Stage, ...] = (
         series=("dsa_generation_module", "dsa_generation_module_skip_indexer"),
         sites=("batch_size", "tp_size"),
         recipes=_DECODE,
-        how=Robustness(prior=1e-5, most_rows=3000, steps=25),
+        how=Robustness(prior=1e-5, most_rows=3000, steps=25, ridge=1e-5, smooth=1e-4),
     ),
     Stage(
         name="attention modules in prefill",

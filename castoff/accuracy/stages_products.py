@@ -55,6 +55,18 @@ def _library_collective(name: str, series: str) -> Stage:
     )
 
 
+def _expert_exchange(phase: str, kind: str, form: str) -> Stage:
+    recipe = Recipe(form=form, knots={"bytes": tuple(float(8**power) for power in range(4, 12))})
+    return Stage(
+        name=f"exchanges with experts in {phase}",
+        tables=(f"wideep_deepep_{kind}",),
+        series=(f"deepep_{kind}_dispatch", f"deepep_{kind}_combine"),
+        sites=("hidden_size", "num_topk", "num_experts"),
+        recipes={f"{way}_{phase}": recipe for way in ("dispatch", "combine")},
+        how=Robustness(ridge=1e-5, smooth=1e-4),
+    )
+
+
 PRODUCT_STAGES: tuple[Stage, ...] = (
     _products(
         "bf16",
@@ -116,4 +128,6 @@ PRODUCT_STAGES: tuple[Stage, ...] = (
     _library_collective("all_gather", "all_gather"),
     _library_collective("reduce_scatter", "reduce_scatter"),
     _library_collective("all_to_all", "alltoall"),
+    _expert_exchange("decode", "ll", "expert_copies"),
+    _expert_exchange("prefill", "normal", "expert_tokens"),
 )

@@ -17,7 +17,10 @@ from castoff.dims import Array
 from castoff.errors import CastoffError
 
 SUFFIX = "_perf.parquet"
-LATENCY = "latency"
+# Columns of times, and seconds of one unit.
+LATENCY: Mapping[str, float] = {"latency": 1e-3}
+# Where a table has times of several things, the column that says which one a row is.
+TIME_OF = "time_of"
 MAY_BE_ZERO = ("step",)
 
 
@@ -90,12 +93,17 @@ def _table_file(path: Path) -> TableFile:
     return TableFile(path=path, system=system, backend=backend, version=version, name=file.removesuffix(SUFFIX))
 
 
-def read_rows(file: TableFile, words: Sequence[str], numbers: Sequence[str]) -> Rows:
-    """The named columns and the latency, in seconds. Raises CastoffError for a file that is no such table."""
+def read_rows(
+    file: TableFile, words: Sequence[str], numbers: Sequence[str], times: Mapping[str, float] = LATENCY
+) -> Rows:
+    """The named columns and the latency, in seconds. Raises CastoffError for a file that is no such table.
+
+    times: columns of times, and seconds of one unit. Of several, each makes a row of every one.
+    """
     names = (*words, *numbers)
     with _opened(file) as opened:
         table = opened.read()
-    missing = [name for name in (*names, LATENCY) if name not in table.column_names]
+    missing = [name for name in (*names, *times) if name not in table.column_names]
     if missing:
         raise CastoffError(f"{file.path} has no column {', '.join(missing)}; it has {', '.join(table.column_names)}")
     columns = {name: _column(file, table, name) for name in names}
@@ -103,10 +111,18 @@ def read_rows(file: TableFile, words: Sequence[str], numbers: Sequence[str]) -> 
         least = 0 if name in MAY_BE_ZERO else 1
         if columns[name].dtype.kind not in "iu" or (len(columns[name]) and columns[name].min() < least):
             raise CastoffError(f"{file.path}: {name} must be whole numbers of at least {least}")
-    latency_ms = _column(file, table, LATENCY)
-    if latency_ms.dtype.kind not in "iuf":
-        raise CastoffError(f"{file.path}: {LATENCY} must be numbers, in ms")
-    return Rows(columns, latency_ms.astype(np.float64) * 1e-3)
+    seconds = [_seconds(file, table, name, unit_s) for name, unit_s in times.items()]
+    if len(times) > 1:
+        columns = {name: np.tile(values, len(times)) for name, values in columns.items()}
+        columns[TIME_OF] = np.repeat(list(times), table.num_rows)
+    return Rows(columns, np.concatenate(seconds))
+
+
+def _seconds(file: TableFile, table: Any, name: str, unit_s: float) -> Array:
+    values = _column(file, table, name)
+    if values.dtype.kind not in "iuf":
+        raise CastoffError(f"{file.path}: {name} must be numbers, in {'ms' if unit_s == 1e-3 else 'µs'}")
+    return values.astype(np.float64) * unit_s
 
 
 def count_rows(file: TableFile) -> int:

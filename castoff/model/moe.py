@@ -6,12 +6,15 @@ and gets them back. Without it every rank of the experts' TP group computes all 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from castoff.dims import Dim, maximum, minimum
 from castoff.model.attention import Weights
 from castoff.model.inputs import StepInputs
 from castoff.model.setup import Setup
 from castoff.model.sharding import gather_tokens, join_tokens, project_and_reduce, reduce_tokens
 from castoff.ops.collectives import (
+    ExpertExchange,
     all_gather,
     all_reduce,
     all_to_all,
@@ -115,14 +118,23 @@ def _dispatch_compute_combine(
         touched = _touched(setup, group_tokens)
         return dispatch_ffn_combine(rows_RD, gate_up, down, touched, local_rows, mesh.ep), shared_TD
     own = exchange_counts(counts_E, mesh.ep, mesh.moe_tp)
+    there, back = _exchange(setup, "dispatch"), _exchange(setup, "combine")
     sent_RD = on_parts(
-        lambda rows: all_to_all(rows, mesh.ep, shape=(local_rows, rows.shape[1]), rows=own.dispatched), rows_RD
+        lambda rows: all_to_all(rows, mesh.ep, shape=(local_rows, rows.shape[1]), rows=own.dispatched, exchange=there),
+        rows_RD,
     )
     shared_TD = _shared_expert(setup, weights, shared_input_TD)
     local_RD = on_parts(lambda rows: own.in_expert_order(all_gather(rows, mesh.moe_tp)), sent_RD)
     out_RD = own.as_they_came(_experts(setup, weights, local_RD, own.counts_E, tokens=group_tokens))
-    back_RD = all_to_all(reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape, rows=own.combined)
+    back_RD = all_to_all(
+        reduce_scatter(out_RD, mesh.moe_tp), mesh.ep, shape=rows_RD.shape, rows=own.combined, exchange=back
+    )
     return back_RD, shared_TD
+
+
+def _exchange(setup: Setup, way: Literal["dispatch", "combine"]) -> ExpertExchange:
+    moe_spec = setup.model.moe
+    return ExpertExchange(way, setup.mode, moe_spec.n_routed_experts, moe_spec.num_experts_per_tok)
 
 
 def _group_tokens(setup: Setup, inputs: StepInputs) -> Dim:

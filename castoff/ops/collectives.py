@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import lazy_loader as lazy
 
@@ -32,6 +33,19 @@ class RowCounts:
     held: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertExchange:
+    """What an all_to_all of token copies is for: to the ranks of the experts, or back; stacks have kernels for it.
+
+    experts: of all ranks. experts_per_token: copies of a token.
+    """
+
+    way: Literal["dispatch", "combine"]
+    phase: Literal["prefill", "decode"]
+    experts: int
+    experts_per_token: int
+
+
 def _same(x: Abstract, *, group: Group, shape: tuple[Dim, ...] | None = None, **_: object) -> Shapes:
     return ((x.shape if shape is None else shape, x.dtype),)
 
@@ -43,6 +57,11 @@ def _work(call: OpCall) -> Work:
     message = {"all_gather": held, "all_to_all": maximum(sent, held)}.get(kind, sent)
     group: Group = call.attributes["group"]
     kernel = Kernel(kind, (), {"bytes": message, "ranks": float(group.size)})
+    exchange: ExpertExchange | None = call.attributes.get("exchange")
+    if exchange is not None:
+        experts = {"experts": exchange.experts, "experts_per_token": exchange.experts_per_token}
+        sizes = {**kernel.sizes, **experts, "row_bytes": call.tensor(0).bytes / call.tensor(0).shape[0]}
+        kernel = Kernel(f"{exchange.way}_{exchange.phase}", (), sizes, general=kind)
     return Work(collectives=(Collective(kind, message, group),), kernels=(kernel,))
 
 
@@ -66,7 +85,7 @@ def _reduce_scatter_reference(x: Tensor, *, group: Group, shape: tuple[int, ...]
 
 
 def _all_to_all_reference(
-    x: Tensor, *, group: Group, shape: tuple[int, ...], rows: RowCounts | None = None
+    x: Tensor, *, group: Group, shape: tuple[int, ...], rows: RowCounts | None = None, exchange: object = None
 ) -> tuple[Tensor]:
     if rows is not None:
         received = exchange_rows(x[: sum(rows.sent)], rows.sent, rows.received, group)
@@ -142,17 +161,25 @@ def reduce_scatter(x: Tensor, group: Group, *, stretches: int = 1) -> Tensor:
     return REDUCE_SCATTER(x, group=group, shape=shape, stretches=stretches)[0]
 
 
-def all_to_all(x: Tensor, group: Group, *, shape: tuple[Dim, ...], rows: RowCounts | None = None) -> Tensor:
+def all_to_all(
+    x: Tensor,
+    group: Group,
+    *,
+    shape: tuple[Dim, ...],
+    rows: RowCounts | None = None,
+    exchange: ExpertExchange | None = None,
+) -> Tensor:
     """Every rank sends a piece of x to every other; `shape` is what one rank holds afterwards.
 
         out = the ranks' pieces of x, cut along the axis that shrinks, joined along the other;
         a first axis is padded to whole pieces
 
     rows: how many go where, if they are not the same for all; the second axis is then left whole.
+    exchange: what it is for, where x are copies of tokens on the way to experts or back; this changes no result.
     """
     if group.size == 1:
         return x.view(*shape)
-    return ALL_TO_ALL(x, group=group, shape=shape, rows=rows)[0]
+    return ALL_TO_ALL(x, group=group, shape=shape, rows=rows, exchange=exchange)[0]
 
 
 def send_recv(x: Tensor, group: Group) -> Tensor:

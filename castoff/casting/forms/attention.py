@@ -89,6 +89,11 @@ def _decode(sizes: Sizes, c: Coefficients, device: Device) -> Times:
     return Times(c["launch_s"] + busy, 0.0, per_query, c["launch_s"] + first + spread)
 
 
+def _decode_axes(sizes: Sizes) -> Sizes:
+    queries = sizes["queries"]
+    return {"queries": queries, "visible": sizes["rows"] / queries, "heads": sizes["heads"]}
+
+
 DECODE_ATTENTION = Form(
     _decode,
     {
@@ -102,6 +107,7 @@ DECODE_ATTENTION = Form(
         "head_s": 0.1e-6,
     },
     ("queries", "rows", "topk", "heads"),
+    _decode_axes,
 )
 
 

@@ -1,17 +1,21 @@
-"""Forms of collectives among `ranks` devices of one tier, by the bytes of the whole tensor."""
+"""Forms of collectives among `ranks` devices of one tier, by the bytes of the whole tensor.
+
+Exchanges of token copies with experts also know the experts of all ranks and the copies of a token.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from castoff.casting.forms.form import Coefficients, Form, Sizes, Times
-from castoff.dims import Dim, minimum, where
+from castoff.casting.forms.form import Coefficients, Form, Sizes, Times, smooth_maximum
+from castoff.dims import Dim, maximum, minimum, where
 from castoff.spec.device import Device
 
 SIZES = ("bytes", "ranks")
 # Beyond these a stack leaves all-reduce to its communication library.
 LARGEST_OWN_BYTES = 2.0**24
 RAMP_BYTES = 3e4
+OVERLAP = 3.0
 
 
 def _all_reduce(sizes: Sizes, c: Coefficients, device: Device) -> Times:
@@ -37,6 +41,39 @@ def _exchange(sizes: Sizes, c: Coefficients, device: Device) -> Times:
     return Times(seconds, launch_s=launch)
 
 
+def _expert_copies(sizes: Sizes, c: Coefficients, device: Device) -> Times:
+    """Every copy of a token travels, to a place that its expert has for it: what decodes use."""
+    ranks, moved = sizes["ranks"], sizes["bytes"]
+    launch = c["launch_s"] + c["expert_s"] * sizes["experts"] / ranks
+    links = (ranks - 1) / ranks * moved / (_rate(device) * c["link_efficiency"])
+    # One block serves an expert, so few experts do not fill the links.
+    blocks = moved / sizes["experts"] * c["expert_byte_s"]
+    return Times(launch + smooth_maximum(links, blocks, OVERLAP), launch_s=launch)
+
+
+def _expert_tokens(sizes: Sizes, c: Coefficients, device: Device) -> Times:
+    """A token travels once to each rank that has one of its experts or more: what prefills use."""
+    ranks, chosen, row_bytes = sizes["ranks"], sizes["experts_per_token"], sizes["row_bytes"]
+    tokens = sizes["bytes"] / (chosen * row_bytes)
+    rows = tokens * _ranks_reached(ranks, chosen, sizes["experts"])
+    launch = c["launch_s"] + c["row_byte_launch_s"] * row_bytes
+    links = rows * (c["row_s"] + row_bytes / (_rate(device) * c["link_efficiency"]))
+    # The few cores that do it also go through every token.
+    cores = tokens * row_bytes * c["token_byte_s"]
+    busy = smooth_maximum(links, cores, OVERLAP) + c["ramp_s"] * np.log1p(sizes["bytes"] / RAMP_BYTES)
+    return Times(launch + busy, launch_s=launch)
+
+
+def _ranks_reached(ranks: Dim, chosen: Dim, experts: Dim) -> Dim:
+    """Of a token that chooses so many different experts, all alike."""
+    others = experts - experts / ranks
+    spared: Dim = 1.0
+    for place in range(int(np.max(chosen))):
+        share = maximum(others - place, 0.0) / maximum(experts - place, 1.0)
+        spared = spared * where(place < chosen, share, 1.0)
+    return ranks * (1 - spared)
+
+
 def _link_s(moved: Dim, rate: float, c: Coefficients) -> Dim:
     """Time on the links, which small messages do not fill."""
     seconds: Dim = moved / rate + c["ramp_s"] * np.log1p(moved / RAMP_BYTES)
@@ -57,3 +94,16 @@ ALL_REDUCE = Form(
     SIZES,
 )  # fmt: skip
 EXCHANGE = Form(_exchange, {"launch_s": 8e-6, "rank_s": 5e-7, "link_efficiency": 0.8, "ramp_s": 1e-6}, SIZES)
+EXPERT_COPIES = Form(
+    _expert_copies,
+    {"launch_s": 8e-6, "expert_s": 1e-7, "link_efficiency": 0.6, "expert_byte_s": 2e-10},
+    (*SIZES, "experts"),
+)
+EXPERT_TOKENS = Form(
+    _expert_tokens,
+    {
+        "launch_s": 25e-6, "row_byte_launch_s": 1e-9, "row_s": 5e-9, "link_efficiency": 0.8, "token_byte_s": 5e-12,
+        "ramp_s": 1e-6,
+    },
+    (*SIZES, "row_bytes", "experts", "experts_per_token"),
+)  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from castoff.casting.forms.amounts import AMOUNTS
 from castoff.casting.forms.attention import ABSORBED_OR_DENSE, DECODE_ATTENTION, PREFILL_ATTENTION
-from castoff.casting.forms.collective import ALL_REDUCE, EXCHANGE
+from castoff.casting.forms.collective import ALL_REDUCE, EXCHANGE, EXPERT_COPIES, EXPERT_TOKENS
 from castoff.casting.forms.form import Form
 from castoff.casting.forms.grouped import GROUPED_BF16, GROUPED_FP8
 from castoff.casting.forms.indexer import INDEXER_PROJECTION, PAGED_LOGITS, RAGGED_LOGITS, TOPK
@@ -24,6 +24,8 @@ FORMS: Mapping[str, Form] = {
     "stream": STREAM,
     "all_reduce": ALL_REDUCE,
     "exchange": EXCHANGE,
+    "expert_copies": EXPERT_COPIES,
+    "expert_tokens": EXPERT_TOKENS,
     "projection": PROJECTION,
     "indexer_projection": INDEXER_PROJECTION,
     "ragged_logits": RAGGED_LOGITS,
