@@ -76,7 +76,7 @@ PRODUCT_STAGES: tuple[Stage, ...] = (
     _products(
         "fp8_block",
         Recipe(form="matmul_tiles_fp8", knots={"m": _TILED_M, "n": _N, "k": _FEW_K}, features=True),
-        Robustness(ridge=1e-6, smooth=3e-6, tail=0.35, tail_edge=0.2),
+        Robustness(ridge=1e-5, smooth=3e-6, tail=0.35, tail_edge=0.2),
     ),
     _products("fp8", Recipe(form="matmul_fp8", knots=_COARSE), _SMOOTH),
     _products("nvfp4", Recipe(form="matmul_fp4", knots=_COARSE), _SMOOTH),

@@ -104,9 +104,17 @@ def cast(model: ModelSpec, device: Device, scenario: Scenario, *, measured: Meas
         notes=(
             *deployment.notes,
             *_notes(model, scenario.compilation, result, deployment.pool),
+            *_host_notes(result, deployment.pricing.backend),
             *_extrapolations(result, deployment.pricing),
         ),
     )
+
+
+def _host_notes(result: Cast, backend: Backend) -> list[str]:
+    waited_s = float(result.host_s) - backend.host_s_per_step[result.setup.mode]
+    if waited_s <= 0:
+        return []
+    return [f"the host launches this prefill op by op, which takes {waited_s:.3g} s longer than the device computes"]
 
 
 def _extrapolations(result: Cast, pricing: Pricing) -> list[str]:

@@ -13,14 +13,14 @@ from castoff.casting.hits import Reads, expected_reads
 from castoff.casting.prefill_peak import prefill_peak_bytes
 from castoff.casting.price import BOUNDS, Prices, Pricing, longest_term, price_program, without_link
 from castoff.casting.timeline import Timeline, schedule
-from castoff.dims import Array, Dim, ceil_div, maximum
+from castoff.dims import Array, Dim, ceil_div, maximum, some
 from castoff.errors import CastoffError
 from castoff.model.offload_sizes import pool_sizes
 from castoff.model.record import OffloadCast, record_step
 from castoff.model.setup import Setup
 from castoff.ops.lengths import Lengths
 from castoff.ops.program import Program
-from castoff.spec.backend import Origin, weakest
+from castoff.spec.backend import Backend, Origin, weakest
 from castoff.spec.scenario import Mode, RequestClass, deal_to_rank
 
 GIB = 2**30
@@ -51,7 +51,7 @@ class Batch:
 class Cast:
     """One structure, cast: everything that a scalar prediction and a sweep have in common.
 
-    reads: of a decode step with offload.
+    reads: of a decode step with offload. host_s: of the latency, what the device waits for the host.
     """
 
     setup: Setup
@@ -61,7 +61,7 @@ class Cast:
     timeline: Timeline
     footprint: Footprint
     latency_s: Dim
-    host_s: float
+    host_s: Dim
     reads: Reads | None
     bound: int | Array
     origin: Origin
@@ -95,11 +95,16 @@ def cast_dealt(deployment: Deployment, classes: Sequence[RequestClass]) -> Cast:
     program = record_batch(deployment, batch, repeat=not deployment.scenario.disable_repetition)
     prices = price_program(program, pricing)
     timeline = schedule(program, prices)
-    host_s = pricing.backend.host_s_per_step[setup.mode]
-    latency_s = _latency(timeline, batch, setup.mode) + host_s
+    device_s = _latency(timeline, batch, setup.mode)
+    host_s = _host_s(setup, pricing.backend, batch, device_s)
+    latency_s = device_s + host_s
     origins = {price.origin for block in prices.values() for price in block}
     origin = weakest(
-        [*origins, *([pricing.backend.host_origin] if host_s else []), *([pool.origin] if pool is not None else [])]
+        [
+            *origins,
+            *([pricing.backend.host_origin] if some(host_s) else []),
+            *([pool.origin] if pool is not None else []),
+        ]
     )
     gained: Dim = batch.computed_tokens if setup.mode == "prefill" else batch.requests * setup.mtp.tokens_per_step
     assumed_acceptance = setup.mode == "decode" and setup.mtp.acceptance_is_assumed
@@ -182,6 +187,17 @@ def _latency(timeline: Timeline, batch: Batch, mode: Mode) -> Dim:
     if mode == "decode":
         return maximum(timeline.end_s, batch.in_flight * slowest)
     return timeline.end_s + (batch.in_flight - 1) * slowest
+
+
+def _host_s(setup: Setup, backend: Backend, batch: Batch, device_s: Dim) -> Dim:
+    """Host time beside the device's: of each step, and what launching a prefill layer by layer takes longer than
+    computing it. A stage launches its layers when the one before it has sent what it needs."""
+    per_step = backend.host_s_per_step[setup.mode]
+    if setup.mode == "decode" or not backend.prefill_floor_s_per_layer:
+        return per_step
+    layers = setup.model.num_hidden_layers + setup.mtp.num_mtp_tokens
+    launched = layers * (1 + (batch.in_flight - 1) / setup.mesh.pp.size)
+    return per_step + maximum(0.0, launched * backend.prefill_floor_s_per_layer - device_s)
 
 
 def _bound(program: Program, prices: Prices) -> int | Array:

@@ -37,9 +37,10 @@ def chrome_trace(prediction: Prediction) -> dict[str, Any]:
             _metadata("thread_name", stage, row, name)
             for name, row in {"host": HOST_ROW, "layers": LAYER_ROW, **rows}.items()
         ]
-    if cast.host_s:
-        events.append(_event("host time of the step", "host", (0, HOST_ROW), 0.0, cast.host_s, {}))
-    events += _layer_events(spans, cast.host_s)
+    host_s = float(cast.host_s)
+    if host_s:
+        events.append(_event("host time of the step", "host", (0, HOST_ROW), 0.0, host_s, {}))
+    events += _layer_events(spans, host_s)
     events += _op_events(prediction, spans, rows)
     return {
         "traceEvents": events,
@@ -63,12 +64,13 @@ def _op_events(prediction: Prediction, spans: list[Span], rows: dict[str, int]) 
     cast = prediction.cast
     prices = [price for entry in cast.program.schedule for price in cast.prices[entry.block]]
     known: dict[int, Event] = {}
+    host_s = float(cast.host_s)
     for span, price in zip(spans, prices, strict=True):
         call = span.call
         if id(call) not in known:
             known[id(call)] = _arguments(call, price)
         place = (span.entry.stage, rows[call.stream])
-        start_s, end_s = cast.host_s + float(span.start_s), cast.host_s + float(span.end_s)
+        start_s, end_s = host_s + float(span.start_s), host_s + float(span.end_s)
         arguments = {"layer": span.entry.label, **known[id(call)]}
         yield _event(call.op.name, call.family, place, start_s, end_s, arguments)
 

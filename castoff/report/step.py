@@ -34,7 +34,7 @@ class StepReport:
     def stream_s(self) -> dict[str, float]:
         """Busy seconds by stream; `host` is host time that no device work hides."""
         cast = self.prediction.cast
-        return {**{name: float(busy) for name, busy in cast.timeline.busy_s.items()}, "host": cast.host_s}
+        return {**{name: float(busy) for name, busy in cast.timeline.busy_s.items()}, "host": float(cast.host_s)}
 
 
 def step_report(prediction: Prediction, *, coverage: Coverage | None = None, notes: Sequence[str] = ()) -> StepReport:

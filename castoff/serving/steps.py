@@ -21,10 +21,11 @@ from castoff.spec.backend import Origin
 from castoff.spec.scenario import RequestClass
 from castoff.spec.serving import ServingCost, ServingSystem
 
-# A pass is longer than its share of a knot to the next by more than a straight line says, so knots of tokens are close.
-TOKEN_RATIO = 2**0.5
-LEAST_PASS_TOKENS = 64
+# A pass is longer than its share of a knot to the next by more than a straight line says, so knots are close.
+KNOT_RATIO = 2**0.5
 CONTEXT_KNOTS = 9
+# Of a whole chunk: combinations of knots beyond are next to none that a pass within a chunk lies between.
+MOST_BEYOND = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,7 @@ class DecodeTable:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTable:
-    """Device seconds of a prompt's pass, by new tokens, mean context and requests (indices N, C, R).
-
-    requests: their logarithms to base 2.
-    """
+    """Device seconds of a prompts' pass, by each one's new tokens and context and their number (indices N, C, R)."""
 
     tokens: tuple[float, ...]
     contexts: tuple[float, ...]
@@ -83,9 +81,9 @@ class PrefillTable:
     def pass_s(self, tokens: int, context: float, requests: int) -> float:
         """Seconds of one pass."""
         total = 0.0
-        along_requests = _ends(self.requests, math.log2(requests))
+        along_requests = _ends(self.requests, requests)
         along_contexts = _ends(self.contexts, context)
-        for at_token, token_share in _ends(self.tokens, tokens):
+        for at_token, token_share in _ends(self.tokens, tokens / requests):
             for at_context, context_share in along_contexts:
                 row = self.seconds_NCR[at_token][at_context]
                 for at_request, request_share in along_requests:
@@ -148,7 +146,8 @@ class Extent:
 
 def without_host(deployment: Deployment) -> Deployment:
     """The same with a host that takes no time: serving has a figure of its own for it."""
-    backend = replace(deployment.pricing.backend, host_s_per_step={"prefill": 0.0, "decode": 0.0})
+    no_time = {"prefill": 0.0, "decode": 0.0}
+    backend = replace(deployment.pricing.backend, host_s_per_step=no_time, prefill_floor_s_per_layer=0.0)
     return replace(deployment, pricing=replace(deployment.pricing, backend=backend))
 
 
@@ -180,30 +179,40 @@ def decode_table(
 def prefill_table(deployment: Deployment, extent: Extent) -> tuple[PrefillTable, Origin, bool]:
     """Cast passes of up to a whole chunk over prompts that are all alike; returns what `decode_table` does, of a whole
     chunk after the longest context."""
-    count = 1 + math.ceil(math.log(max(extent.chunk_tokens / LEAST_PASS_TOKENS, 1)) / math.log(TOKEN_RATIO))
-    tokens = np.unique(np.round(np.geomspace(min(LEAST_PASS_TOKENS, extent.chunk_tokens), extent.chunk_tokens, count)))
-    contexts = _knots(extent.longest_tokens, CONTEXT_KNOTS, deployment.setup.topk_limit)
-    most = min(extent.requests, extent.chunk_tokens)
-    requests = 2.0 ** np.arange(1 + math.ceil(math.log2(most)))
+    chunk, topk = extent.chunk_tokens, deployment.setup.topk_limit
+    # Stacks attend densely up to topk tokens, and one more is a jump.
+    jump = [] if topk is None or topk >= chunk else [topk, topk + 1]
+    tokens = np.union1d(_spaced(chunk), jump)
+    contexts = _knots(extent.longest_tokens, CONTEXT_KNOTS, topk)
+    requests = _spaced(min(extent.requests, chunk))
     shape = (len(tokens), len(contexts), len(requests))
     tokens_X, context_X, requests_X = (grid.ravel() for grid in np.meshgrid(tokens, contexts, requests, indexing="ij"))
-    # More requests than tokens stand for as many as there are tokens.
-    requests_X = np.minimum(requests_X, tokens_X)
-    result = cast_batch(without_host(deployment), [RequestClass(requests_X, context_X, tokens_X / requests_X)])
-    seconds_NCR = np.broadcast_to(result.latency_s, tokens_X.shape).reshape(shape).tolist()
+    within = tokens_X * requests_X <= MOST_BEYOND * chunk
+    result = cast_batch(
+        without_host(deployment), [RequestClass(requests_X[within], context_X[within], tokens_X[within])]
+    )
+    seconds_X = np.full(len(within), np.nan)
+    seconds_X[within] = result.latency_s
     table = PrefillTable(
         tokens=tuple(tokens.tolist()),
         contexts=tuple(contexts.tolist()),
-        requests=tuple(np.log2(requests).tolist()),
-        seconds_NCR=tuple(tuple(tuple(row) for row in plane) for plane in seconds_NCR),
+        requests=tuple(requests.tolist()),
+        seconds_NCR=tuple(tuple(tuple(row) for row in plane) for plane in seconds_X.reshape(shape).tolist()),
     )
-    return table, result.origin, _is_beyond(result, -len(requests))
+    longest = np.flatnonzero(np.flatnonzero(within) == (len(within) - len(requests)))
+    return table, result.origin, _is_beyond(result, int(longest[0]))
 
 
 def _is_beyond(result: Cast, place: int) -> bool:
     """Whether one of the passes cast is beyond the sizes that kernels were fitted on."""
     beyond = any_extrapolated(result.prices)
     return bool(beyond[place]) if isinstance(beyond, np.ndarray) else beyond
+
+
+def _spaced(most: float) -> Array:
+    """Whole numbers from 1, each about KNOT_RATIO times the one before."""
+    count = 1 + math.ceil(math.log(most) / math.log(KNOT_RATIO))
+    return np.unique(np.round(np.geomspace(1, most, count)))
 
 
 def _knots(most: int, count: int, bend: int | None) -> Array:

@@ -91,6 +91,7 @@ class Backend:
     fusions: the fused ops it has, of `FUSIONS`.
     curves: by op family, with `default` for the families that have none of their own; see `curve`.
     host_s_per_step: host time by mode (prefill, decode) that no device work hides.
+    prefill_floor_s_per_layer: what the host needs to launch a layer of a prefill, the least that it takes.
     mtp_window: the MTP draft calls that process the whole window of k + 1 tokens: all of them, or only the first.
     quantized_dispatch: whether tokens travel to the experts in the experts' activation format, or in bf16.
     unquantized: linear weights that stay in bf16 when linear layers are quantised to INT8 or INT4.
@@ -115,6 +116,7 @@ class Backend:
     unquantized: tuple[str, ...]
     communication_buffer_bytes: int
     prompt_hidden_states: float = 0.0
+    prefill_floor_s_per_layer: float = 0.0
     host_rows: HostRows | None = None
     fits: Mapping[str, Fit] = field(default_factory=dict, hash=False)
     serving: ServingCost | None = None
@@ -147,7 +149,13 @@ def _loaded(name_or_path: str, device: str | None) -> Backend:
     system = backend.serving.system(device)
     host_s = {**backend.host_s_per_step, "decode": system.host_s_per_decode_step}
     sources = {**backend.sources, "host_s_per_step": system.source}
-    return replace(backend, host_s_per_step=host_s, host_origin=system.origin, sources=sources)
+    return replace(
+        backend,
+        host_s_per_step=host_s,
+        prefill_floor_s_per_layer=system.prefill_floor_s_per_layer,
+        host_origin=system.origin,
+        sources=sources,
+    )
 
 
 def backend_fits(name_or_path: str) -> dict[str, Mapping[str, Fit]]:

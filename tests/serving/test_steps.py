@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castoff.casting.deployment import Deployment, resolve
@@ -89,6 +89,28 @@ def test_prefill_table_is_near_the_cast(tokens: int, context: int, requests: int
     table, *_ = prefill_table(own, EXTENT)
     wanted = seconds(own, float(requests), float(context), tokens / requests)
     assert table.pass_s(tokens, context, requests) == pytest.approx(wanted, rel=0.03)
+
+
+@pytest.mark.parametrize(("tokens", "requests"), [(2040, 1), (2048, 1), (2049, 1), (2100, 1), (6300, 3), (6000, 3)])
+def test_prompts_about_as_long_as_the_selection(tokens: int, requests: int) -> None:
+    scenario = replace(as_served("sglang", DEVICE, MODEL, TP8), workload=Workload(query_length=1))
+    own = without_host(resolve(MODEL, DEVICE, scenario))
+    table, *_ = prefill_table(own, EXTENT)
+    wanted = seconds(own, float(requests), 0.0, tokens / requests)
+    assert table.pass_s(tokens, 0, requests) == pytest.approx(wanted, rel=0.05)
+
+
+@pytest.mark.property
+@settings(max_examples=20)
+@given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 9000), st.data())
+def test_every_pass_has_a_time(longest: int, most: int, chunk: int, data: st.DataObject) -> None:
+    table, *_ = prefill_table(
+        deployment(Workload(query_length=1)), Extent(longest_tokens=longest, requests=most, chunk_tokens=chunk)
+    )
+    for _ in range(50):
+        tokens = data.draw(st.integers(1, chunk))
+        requests = data.draw(st.integers(1, min(most, tokens)))
+        assert table.pass_s(tokens, data.draw(st.floats(0, longest)), requests) > 0
 
 
 def test_longer_passes_take_longer() -> None:
