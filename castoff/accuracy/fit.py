@@ -18,7 +18,7 @@ from castoff.casting.curves import corrected
 from castoff.casting.forms.form import EAGER_SHARPNESS, Times, eager_s
 from castoff.dims import Array, Dim
 from castoff.spec.device import Device
-from castoff.spec.fits import Correction
+from castoff.spec.fits import LogGrid
 
 LEAST_SECONDS = 1e-12
 # Rows of whose time a curve has less say nothing of it.
@@ -30,7 +30,7 @@ class Fitted:
     """What was found for one curve."""
 
     coefficients: Mapping[str, float]
-    correction: Correction | None = None
+    correction: LogGrid | None = None
     features: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -198,7 +198,7 @@ def _fit_correction(
     names = _feature_names(recipe, groups, curve, device)
     return Fitted(
         coefficients=model[curve].coefficients,
-        correction=Correction(
+        correction=LogGrid(
             axes=tuple(recipe.knots),
             knots=tuple(np.log(places) for places in recipe.knots.values()),
             values=factors_B[:size].reshape(shape),

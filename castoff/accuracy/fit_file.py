@@ -9,7 +9,7 @@ from math import isfinite
 import numpy as np
 
 from castoff.accuracy.calibrate import Calibration
-from castoff.spec.fits import Correction, Fit
+from castoff.spec.fits import Fit, LogGrid
 
 DIGITS, CORRECTION_DECIMALS, NUMBERS_PER_LINE = 6, 2, 20
 # Of ends of ranges, so that they are not left out by the digits written.
@@ -51,7 +51,7 @@ def _fit_lines(kernel: str, fit: Fit) -> Iterator[str]:
         yield from _correction_lines(kernel, fit.correction)
 
 
-def _correction_lines(kernel: str, correction: Correction) -> Iterator[str]:
+def _correction_lines(kernel: str, correction: LogGrid) -> Iterator[str]:
     yield f"[fits.{kernel}.correction]"
     axes = zip(correction.axes, correction.knots, strict=True)
     yield "axes = { " + ", ".join(f"{name} = {_numbers(np.exp(knots))}" for name, knots in axes) + " }"

@@ -11,20 +11,22 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from castoff.casting.forms.form import Form, Times, log_factor
+from castoff.casting.forms.form import LEAST_SIZE, Form, Times, log_at
 from castoff.casting.forms.table import FORMS
-from castoff.dims import Array, Dim, some
+from castoff.dims import Array, Dim, maximum, minimum, some
 from castoff.errors import CastoffError
 from castoff.ops.work import Kernel, Part
 from castoff.spec.backend import Backend, Curve
 from castoff.spec.device import Device
-from castoff.spec.fits import Correction, Fit
+from castoff.spec.fits import Fit, LogGrid
 
 Terms = tuple[Dim, Dim, Dim]
 """Seconds of (compute, vector, memory), each as if it had the op to itself."""
 
 # Fits are evaluated once per value where at most this share of the scenarios have different ones.
 MOST_DISTINCT = 0.25
+# Of logarithms of sizes at the ends of what was measured.
+ROUNDING = 1e-9
 
 
 def parts_terms(parts: Sequence[Part], curve: Curve, device: Device) -> Terms:
@@ -101,14 +103,34 @@ def _fitted_times(sizes: Mapping[str, Dim], fit: Fit, device: Device) -> FittedT
     for name, (least, most) in fit.ranges.items():
         size = sizes[name]
         inside = inside & (size >= least) & (size <= most)
+    if fit.measured is not None:
+        return _measured_times(times, form, sizes, fit, fit.measured, device, inside)
     return FittedTimes(corrected(times, form, sizes, fit.correction, fit.features, device), inside)
+
+
+def _measured_times(
+    times: Times,
+    form: Form,
+    sizes: Mapping[str, Dim],
+    fit: Fit,
+    measured: LogGrid,
+    device: Device,
+    inside: bool | Array,
+) -> FittedTimes:
+    """Seconds between the measured points; beyond them the form's, times what the nearest point is off it."""
+    nearest: dict[str, Dim] = dict(sizes)
+    for name, knots in zip(measured.axes, measured.knots, strict=True):
+        nearest[name] = minimum(maximum(sizes[name], np.exp(knots[0])), np.exp(knots[-1]))
+        inside = inside & (abs(np.log(nearest[name] / maximum(sizes[name], LEAST_SIZE))) < ROUNDING)
+    formed_s = form.times(nearest, fit.coefficients, device).seconds
+    return FittedTimes(_scaled(times, np.exp(log_at(measured, nearest)) / formed_s), inside)
 
 
 def corrected(
     times: Times,
     form: Form,
     sizes: Mapping[str, Dim],
-    correction: Correction | None,
+    correction: LogGrid | None,
     features: Mapping[str, float],
     device: Device,
 ) -> Times:
@@ -117,12 +139,16 @@ def corrected(
         return times
     logarithm: Dim = 0.0
     if correction is not None:
-        logarithm = log_factor(correction, form.axes(sizes))
+        logarithm = log_at(correction, form.axes(sizes))
     if features:
         terms = form.features(sizes, device)
         for name, factor in features.items():
             logarithm = logarithm + factor * terms[name]
-    scale = np.exp(logarithm)
+    return _scaled(times, np.exp(logarithm))
+
+
+def _scaled(times: Times, scale: Dim) -> Times:
+    """A kernel that takes so many times as long; the host's time stays."""
     return Times(
         times.seconds * scale, times.compute_s * scale, times.memory_s * scale, times.launch_s * scale, times.host_s
     )
@@ -148,6 +174,9 @@ def check_fits(backend: Backend, device: Device) -> None:
 def _check_terms(fit: Fit, form: Form, where: str, device: Device) -> None:
     """Try the fit at the least sizes that it was made from."""
     sizes = {name: max(least, 1.0) for name, (least, _) in fit.ranges.items()}
+    wrong = [] if fit.measured is None else [name for name in fit.measured.axes if name not in sizes]
+    if wrong:
+        raise CastoffError(f"{where}.measured.axes must be of {', '.join(sizes)}, got {', '.join(wrong)}")
     axes = form.axes(sizes)
     wrong = [] if fit.correction is None else [name for name in fit.correction.axes if name not in axes]
     if wrong:

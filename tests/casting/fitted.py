@@ -18,6 +18,11 @@ GRID = """
 axes = { m = [1, 100], n = [1, 1e6] }
 values = [0.1, 0.1, 0.2, 0.2]
 """
+MEASURED = """
+[fits.matmul_bf16.measured]
+axes = { m = [16, 256, 4096], k = [2048, 6144] }
+seconds = [1e-5, 2e-5, 2e-5, 4e-5, 1e-4, 3e-4]
+"""
 
 
 def fitted_backend(folder: Path, fits: str = BF16, *, extends: str = "nvidia", name: str = "fitted.toml") -> str:

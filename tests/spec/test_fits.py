@@ -9,7 +9,7 @@ from castoff.casting.curves import check_fits
 from castoff.errors import CastoffError
 from castoff.spec.backend import backend_fits, fitted_device, load_backend, shipped_backends
 from castoff.spec.device import load_device, shipped_devices
-from tests.casting.fitted import BF16, GRID, fitted_backend
+from tests.casting.fitted import BF16, GRID, MEASURED, fitted_backend
 
 
 def test_a_fit(tmp_path: Path) -> None:
@@ -93,12 +93,15 @@ def test_what_is_shipped_can_be_priced(name: str) -> None:
         ("compute_efficiency = 0.5", "compute_efficiency = 0", "compute_efficiency must be"),
         ("axes = { m = [1, 100]", "axes = { z = [1, 100]", "correction.axes must be of m, n, k, got z"),
         ("rows = 100", "features = { tall = 1 }\nrows = 100", "features: the form matmul has none, got tall"),
-        ('origin = "calibrated"', 'origin = "guessed"', "origin must be one of calibrated, assumed"),
+        ('origin = "calibrated"', 'origin = "guessed"', "origin must be one of measured, calibrated, assumed"),
         ("overlap = 20 }", "overlap = 20, more = 1 }", "coefficients must be launch_s, compute_efficiency"),
         ('form = "matmul"', 'form = "cube"', "form must be one of matmul"),
         ("axes = { m = [1, 100]", "axes = { m = [100, 1]", "must be two or more ascending numbers above 0"),
         ("axes = { m = [1, 100]", "axes = { m = [1]", "must be two or more ascending numbers above 0"),
         ("values = [0.1, 0.1, 0.2, 0.2]", "values = [0.1]", "must be 4 numbers"),
+        ("matmul_bf16.correction", "matmul_bf16.measured", "unknown key 'values'"),
+        ('origin = "calibrated"', 'origin = "measured"', "is measured only where there are seconds"),
+        ("values = [0.1, 0.1, 0.2, 0.2]", "values = [nan, 0.1, 0.2, 0.2]", "values"),
         ("values = [0.1, 0.1, 0.2, 0.2]", "values = [9, 0.1, 0.2, 0.2]", "must be logarithms of factors"),
     ],
 )
@@ -108,3 +111,25 @@ def test_faults(tmp_path: Path, given: str, instead: str, message: str) -> None:
     path = fitted_backend(tmp_path, text.replace(given, instead))
     with pytest.raises(CastoffError, match=message):
         check_fits(load_backend(path, "h200_sxm"), load_device("h200_sxm"))
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "message"),
+    [
+        ("seconds = [1e-5", "seconds = [0", "seconds must be above 0"),
+        ("seconds = [1e-5", "seconds = [1e5", "seconds must be above 0 and at most 1000"),
+        ("2e-5, 4e-5, ", "", "must be 6 numbers"),
+        ("axes = { m", "axes = { rows", "measured.axes must be of m, n, k, got rows"),
+        ("seconds =", "values =", "unknown key 'values'"),
+    ],
+)
+def test_faults_of_measured_times(tmp_path: Path, given: str, instead: str, message: str) -> None:
+    assert given in MEASURED
+    path = fitted_backend(tmp_path, BF16 + MEASURED.replace(given, instead))
+    with pytest.raises(CastoffError, match=message):
+        check_fits(load_backend(path, "h200_sxm"), load_device("h200_sxm"))
+
+
+def test_times_stand_without_a_correction(tmp_path: Path) -> None:
+    with pytest.raises(CastoffError, match="measured must be without correction"):
+        load_backend(fitted_backend(tmp_path, BF16 + GRID + MEASURED), "h200_sxm")

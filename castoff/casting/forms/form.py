@@ -11,7 +11,7 @@ import numpy as np
 
 from castoff.dims import Array, Dim
 from castoff.spec.device import Device
-from castoff.spec.fits import Correction
+from castoff.spec.fits import LogGrid
 
 # Measured layers near where the host and the device take equally long are some 10 % above the longer.
 EAGER_SHARPNESS = 6.0
@@ -72,7 +72,7 @@ def eager_s(host_s: Dim, device_s: Dim) -> Dim:
     return smooth_maximum(host_s, device_s, EAGER_SHARPNESS)
 
 
-def log_factor(correction: Correction, axes: Sizes) -> Dim:
+def log_at(correction: LogGrid, axes: Sizes) -> Dim:
     """A correction at some sizes."""
     return interpolate(correction.values, correction.knots, [axes[name] for name in correction.axes])
 
