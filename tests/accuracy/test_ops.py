@@ -114,6 +114,36 @@ def test_nccl(tmp_path: Path, op_name: str) -> None:
     assert roofline_s(only_table(tmp_path)) == pytest.approx(2 * 2**26 * 3 / 4 / 450e9)
 
 
+def test_exchanges_with_experts(tmp_path: Path) -> None:
+    columns = {
+        "op_name": ["ll", "ll"], "num_token": [64, 64], "hidden_size": [6144, 6144], "num_topk": [8, 8],
+        "num_experts": [256, 256], "node_num": [1, 2], "dispatch_avg_t_us": [1e5, 9.0], "combine_avg_t_us": [2e5, 9.0],
+    }  # fmt: skip
+    write_table(tmp_path, columns, "wideep_deepep_ll")
+    tables = {table.name: table for table in ops_accuracy(tmp_path, backend="nvidia").tables}
+    assert list(tables) == ["deepep_ll_combine", "deepep_ll_dispatch"]
+    for table in tables.values():
+        assert (table.rows, table.rows_scored, table.excluded) == (2, 1, {"over several nodes": 1})
+    moved = 64 * 8 * 6144 * 7 / 8 / H200.tiers[0].bandwidth_bytes_per_s
+    assert [table.worst[0].measured_s for table in tables.values()] == pytest.approx([0.2, 0.1])
+    assert roofline_s(tables["deepep_ll_dispatch"]) == pytest.approx(moved)
+    assert roofline_s(tables["deepep_ll_combine"]) == pytest.approx(2 * moved)
+
+
+def test_normal_exchanges_on_other_multiprocessors_are_left_out(tmp_path: Path) -> None:
+    columns = {
+        "op_name": ["normal"] * 2, "num_token": [64] * 2, "hidden_size": [6144] * 2, "num_topk": [8] * 2,
+        "num_experts": [256] * 2, "node_num": [1] * 2, "dispatch_sms": [20, 24], "combine_sms": [24, 20],
+        "dispatch_transmit_us": [50.0, 40.0], "combine_transmit_us": [80.0, 90.0],
+    }  # fmt: skip
+    write_table(tmp_path, columns, "wideep_deepep_normal")
+    combine, dispatch = ops_accuracy(tmp_path).tables
+    assert (combine.name, dispatch.name) == ("deepep_normal_combine", "deepep_normal_dispatch")
+    assert [table.worst[0].measured_s for table in (combine, dispatch)] == pytest.approx([90e-6, 50e-6])
+    (reason,) = dispatch.excluded
+    assert reason == "on other than 20 multiprocessors, DeepEP's default"
+
+
 def test_a_collective_of_one_has_nothing_to_do(tmp_path: Path) -> None:
     columns = {"backend": ["sglang_graph"], "num_gpus": [1], "message_size": [64], "latency": [0.2]}
     write_table(tmp_path, columns, "custom_allreduce")
@@ -180,10 +210,10 @@ def test_short_prefill_is_left_out(tmp_path: Path) -> None:
 
 
 def test_tables_without_a_formula_are_listed(tmp_path: Path) -> None:
-    write_table(tmp_path, {"combine_avg_t_us": [1.0, 2.0]}, "wideep_deepep_ll")
+    write_table(tmp_path, {"latency": [1.0, 2.0]}, "computescale")
     write_table(tmp_path, GEMM, "gemm", system="my_gpu")
-    deepep, gemm = ops_accuracy(tmp_path).tables
-    assert (deepep.rows, deepep.rows_scored, deepep.excluded) == (2, 0, {"castoff prices no op like it yet": 2})
+    scales, gemm = ops_accuracy(tmp_path).tables
+    assert (scales.rows, scales.rows_scored, scales.excluded) == (2, 0, {"castoff prices no op like it yet": 2})
     assert gemm.excluded == {"castoff has no device my_gpu": 1}
 
 

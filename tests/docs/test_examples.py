@@ -21,13 +21,16 @@ def blocks(file: str, language: str) -> list[str]:
 
 
 def test_device_and_backend_files_load(tmp_path: Path) -> None:
-    for name, text in zip(("device", "backend", "fits"), blocks("docs/files.md", "toml"), strict=True):
+    for name, text in zip(("device", "backend", "fits", "timed"), blocks("docs/files.md", "toml"), strict=True):
         (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
     assert load_device(str(tmp_path / "device.toml")).name == "my_gpu"
     assert load_backend(str(tmp_path / "backend.toml")).name == "my_stack"
     fitted = load_backend(str(tmp_path / "fits.toml"), "h200_sxm")
     check_fits(fitted, load_device("h200_sxm"))
     assert fitted.fits["matmul_bf16"].source == "my benchmark"
+    timed = load_backend(str(tmp_path / "timed.toml"), "h200_sxm")
+    check_fits(timed, load_device("h200_sxm"))
+    assert timed.fits["matmul_bf16"].origin == "measured"
 
 
 def test_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

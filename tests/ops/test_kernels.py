@@ -72,3 +72,18 @@ def test_collectives(name: str) -> None:
     (kernel,) = call.work.kernels
     assert (kernel.curve, kernel.parts) == (name, ())
     assert kernel.sizes == {"bytes": 16 * 512 * 2 * (4 if name == "all_gather" else 1), "ranks": 4.0}
+
+
+def test_exchanges_with_experts_say_their_way_and_phase() -> None:
+    exchange = collectives.ExpertExchange("dispatch", "decode", 256, 8)
+
+    def body(recorder: Recorder) -> None:
+        rows_RD = recorder.tensor(64 * 8, 6144, dtype="fp8")
+        collectives.all_to_all(rows_RD, Group("ep", 8), shape=(700, 6144), exchange=exchange)
+
+    ((kernel,),) = (call.work.kernels for call in recorded(body))
+    assert (kernel.curve, kernel.general) == ("dispatch_decode", "all_to_all")
+    # The busiest rank receives more than it sends.
+    assert kernel.sizes == {
+        "bytes": 700 * 6144, "ranks": 8.0, "experts": 256, "experts_per_token": 8, "row_bytes": 6144,
+    }  # fmt: skip

@@ -60,7 +60,7 @@ def serving(backend: Backend) -> ServingCost:
 
 def test_what_is_shipped() -> None:
     known = {name for name in shipped_backends() if load_backend(name).serving is not None}
-    assert known == {"sglang", "vllm"}
+    assert known == {"cann-ge", "cann-npugraph_ex", "sglang", "vllm"}
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])

@@ -13,10 +13,13 @@ from castoff.spec.device import load_device
 H200, B200 = load_device("h200_sxm"), load_device("b200_sxm")
 LARGEST = {
     "m": 65536, "n": 65536, "k": 65536, "rows": 131072, "touched": 256, "bytes": 2**30, "ranks": 8, "skew": 2,
+    "row_bytes": 16384, "experts": 512, "experts_per_token": 16,
 }  # fmt: skip
 # A tile is chosen for its waves, so a wider product may take a better one.
-MONOTONE = {name: form.sizes for name, form in FORMS.items() if "tiles" not in name} | {"matmul_tiles_fp8": ("k",)}
-OWN_SIZES = ("m", "n", "k", "rows", "touched", "skew", "bytes", "ranks")
+MONOTONE = {name: form.sizes for name, form in FORMS.items() if "tiles" not in name} | {
+    "matmul_tiles_fp8": ("k",), "expert_copies": ("bytes",), "expert_tokens": ("bytes",),
+}  # fmt: skip
+OWN_SIZES = tuple(LARGEST)
 
 
 def sizes_of(form: Form, draw: st.DataObject) -> dict[str, float]:
@@ -58,6 +61,17 @@ def test_a_large_product_takes_its_multiplications() -> None:
     c = {"launch_s": 0.0, "compute_efficiency": 0.5, "memory_efficiency": 1.0, "overlap": 30.0}
     found = FORMS["matmul"].times({"m": 8192, "n": 8192, "k": 8192}, c, H200).seconds
     assert found == pytest.approx(2 * 8192**3 / (0.5 * 989e12), rel=1e-6)
+
+
+def test_a_token_goes_once_to_each_rank_that_has_an_expert_of_it() -> None:
+    drawn = np.random.default_rng(0).permuted(np.tile(np.arange(64), (4000, 1)), axis=1)[:, :6]
+    reached = np.mean([len(set(ranks)) for ranks in (drawn // 8).tolist()])
+    c = {
+        "launch_s": 0.0, "row_byte_launch_s": 0.0, "row_s": 1.0, "link_efficiency": 1e12, "token_byte_s": 1e-30,
+        "ramp_s": 0.0,
+    }  # fmt: skip
+    sizes = {"bytes": 100 * 6 * 512.0, "ranks": 8.0, "row_bytes": 512.0, "experts": 64.0, "experts_per_token": 6.0}
+    assert FORMS["expert_tokens"].times(sizes, c, H200).seconds == pytest.approx(100 * reached, rel=0.01)
 
 
 def test_a_stream_takes_its_bytes() -> None:
