@@ -3,9 +3,10 @@
     python benchmarks/bench_this_machine.py
     python benchmarks/bench_this_machine.py --dtype float32 --experts 8 --threads 2 --prompts 5000
 
-GLM-5.2's dimensions cut to 4 layers and a few experts, decode steps of four configurations that the calibration does
-not measure: batch 1 and 4, context 1K and 8K. Both are measured in turns, so that a busy machine slows both alike;
-predictions come from the files that the command writes, by `castoff.cast`. Rows go to benchmarks/this_machine.csv.
+GLM-5.2's dimensions cut to 4 layers and a few experts, decode steps of four configurations beside the grid that the
+command measures by default: batch 1 and 4, context 1K and 8K. All are measured in turns, so that a busy machine slows
+them alike; predictions come from the files that the command writes, by `castoff.cast`. Rows go to
+benchmarks/this_machine.csv.
 
 Prompts cost nothing here: caches are random, see castoff/accuracy/decode_steps.py. With --prompts N, configurations of
 up to N prompt tokens are also carried out whole, by what `castoff run` calls, prompts included; they have rows of their
@@ -46,7 +47,8 @@ COLUMNS = (
     "rounds", "which", "batch", "context", "predicted_s", "measured_s", "error", "origin",
 )  # fmt: skip
 LAYERS = 4
-GRID = MachineGrid(batches=(1, 2, 6), contexts=(512, 2048, 12288))
+# What the command measures unless told otherwise: lengths of none of the configurations.
+GRID = MachineGrid()
 CHECKS = tuple(Point(batch, context) for batch in (1, 4) for context in (1024, 8192))
 CHECKED_STEPS = 2
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}

@@ -65,6 +65,8 @@ MODELS: Mapping[str, str] = {
 """Models of the tables of whole modules, by what castoff calls one with the same attention."""
 
 RANKS_PER_NODE = 8
+# Of DeepEP's kernels: those of low latency are for decode.
+EXCHANGE_PHASES: Mapping[str, Mode] = {"ll": "decode", "normal": "prefill"}
 KERNEL_MODEL, ABSORPTION_MODEL = "zai-org/GLM-5", "deepseek-ai/DeepSeek-V3"
 # Parts of ops that the tables of single kernels measure.
 ATTENTION_PARTS = frozenset({"qk", "softmax", "pv", "kv_gather"})
@@ -161,9 +163,11 @@ def nccl(site: Rows, _: Pricing) -> list[OpCall]:
 
 def expert_exchange(site: Rows, _: Pricing) -> list[OpCall]:
     """Copies of a node's tokens to the ranks of their experts in FP8, or back in bf16."""
-    way: Literal["dispatch", "combine"] = "dispatch" if site.word(TIME_OF).startswith("dispatch") else "combine"
-    phase: Literal["prefill", "decode"] = "decode" if site.word("op_name") == "ll" else "prefill"
-    group, chosen = Group("ep", RANKS_PER_NODE * site.number("node_num")), site.number("num_topk")
+    phase = EXCHANGE_PHASES.get(site.word("op_name"))
+    if phase is None:
+        raise CastoffError(f"DeepEP's kernels are {' and '.join(EXCHANGE_PHASES)}, got {site.word('op_name')}")
+    way: Literal["dispatch", "combine"] = "dispatch" if site.word(TIME_OF) == "dispatch" else "combine"
+    group, chosen = Group("ep", RANKS_PER_NODE), site.number("num_topk")
     exchange = ExpertExchange(way, phase, site.number("num_experts"), chosen)
     shape = (site.dim("num_token") * chosen, site.number("hidden_size"))
     dtype = "fp8" if way == "dispatch" else "bf16"

@@ -9,7 +9,7 @@ import numpy as np
 
 from castoff.accuracy import calls
 from castoff.accuracy.calls import Formula
-from castoff.accuracy.tables import LATENCY, TIME_OF, Rows, TableFile, read_rows
+from castoff.accuracy.tables import LATENCY, TIME_OF, Rows, TableFile, TimeColumn, read_rows
 from castoff.dims import Array
 
 NOT_MAPPED = "castoff prices no op like it yet"
@@ -47,13 +47,13 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one kind of table is read. words, numbers: the columns that are needed. times: those of times, and seconds of
-    one unit."""
+    """How one kind of table is read. words, numbers: the columns that are needed. times: those of times, by what took
+    them."""
 
     words: tuple[str, ...]
     numbers: tuple[str, ...]
     make_series: Callable[[TableFile, Rows], Iterator[Series]]
-    times: Mapping[str, float] = field(default_factory=lambda: LATENCY)
+    times: Mapping[str, TimeColumn] = field(default_factory=lambda: LATENCY)
 
     def series(self, file: TableFile) -> Iterator[Series]:
         """The series of a file. Raises CastoffError."""
@@ -139,16 +139,16 @@ def _nccl(_: TableFile, rows: Rows) -> Iterator[Series]:
 
 def _expert_exchange(_: TableFile, rows: Rows) -> Iterator[Series]:
     """DeepEP's kernels, dispatch and combine apart; `normal` ones take so many multiprocessors as they are given."""
-    for name, own in _by_word(rows, TIME_OF):
-        way, kind = name.split("_")[0], rows.word("op_name") if len(rows) else ""
-        excluded: Exclusions = {}
-        kept = split_off(own, excluded, "over several nodes", own.columns["node_num"] > 1)
-        if (column := f"{way}_sms") in kept.columns:
-            other = kept.columns[column] != DEEPEP_SMS
-            kept = split_off(kept, excluded, f"on other than {DEEPEP_SMS} multiprocessors, DeepEP's default", other)
-        sites = ("op_name", TIME_OF, "hidden_size", "num_topk", "num_experts", "node_num")
-        kept = timed(kept, excluded)
-        yield Series(f"deepep_{kind}_{way}", len(own), kept, excluded, calls.expert_exchange, sites)
+    for kind, both in _by_word(rows, "op_name"):
+        for way, own in _by_word(both, TIME_OF):
+            excluded: Exclusions = {}
+            kept = split_off(own, excluded, "over several nodes", own.columns["node_num"] > 1)
+            if (column := f"{way}_sms") in kept.columns:
+                other = kept.columns[column] != DEEPEP_SMS
+                kept = split_off(kept, excluded, f"on other than {DEEPEP_SMS} multiprocessors, DeepEP's default", other)
+            sites = ("hidden_size", "num_topk", "num_experts")
+            kept = timed(kept, excluded)
+            yield Series(f"deepep_{kind}_{way}", len(own), kept, excluded, calls.expert_exchange, sites)
 
 
 def _mla_bmm(_: TableFile, rows: Rows) -> Iterator[Series]:
@@ -215,7 +215,6 @@ _REQUESTS = ("batch_size", "isl", "step")
 _EXPERTS = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
 _MODULE = ("op_name", "model", "gemm_type", "kv_cache_dtype")
 _EXCHANGE = ("num_token", "hidden_size", "num_topk", "num_experts", "node_num")
-_US = 1e-6
 
 KINDS: Mapping[str, Kind] = {
     "gemm": Kind(("gemm_dtype", "kernel_source"), ("m", "n", "k"), _gemm),
@@ -223,13 +222,16 @@ KINDS: Mapping[str, Kind] = {
     "custom_allreduce": Kind(("backend",), ("num_gpus", "message_size"), _all_reduce),
     "nccl": Kind(("op_name", "nccl_dtype"), ("num_gpus", "message_size"), _nccl),
     "wideep_deepep_ll": Kind(
-        ("op_name",), _EXCHANGE, _expert_exchange, {"dispatch_avg_t_us": _US, "combine_avg_t_us": _US}
+        ("op_name",),
+        _EXCHANGE,
+        _expert_exchange,
+        {"dispatch": TimeColumn("dispatch_avg_t_us", "µs"), "combine": TimeColumn("combine_avg_t_us", "µs")},
     ),
     "wideep_deepep_normal": Kind(
         ("op_name",),
         (*_EXCHANGE, "dispatch_sms", "combine_sms"),
         _expert_exchange,
-        {"dispatch_transmit_us": _US, "combine_transmit_us": _US},
+        {"dispatch": TimeColumn("dispatch_transmit_us", "µs"), "combine": TimeColumn("combine_transmit_us", "µs")},
     ),
     "mla_bmm": Kind(("op_name", "bmm_dtype"), ("num_heads", "num_tokens"), _mla_bmm),
     "scale_matrix": Kind((), ("m", "k"), _scale_matrix),

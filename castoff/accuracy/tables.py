@@ -17,9 +17,8 @@ from castoff.dims import Array
 from castoff.errors import CastoffError
 
 SUFFIX = "_perf.parquet"
-# Columns of times, and seconds of one unit.
-LATENCY: Mapping[str, float] = {"latency": 1e-3}
-# Where a table has times of several things, the column that says which one a row is.
+UNITS_S = {"ms": 1e-3, "µs": 1e-6}
+# Where a table has times of several things, the column that says which one a row is of.
 TIME_OF = "time_of"
 MAY_BE_ZERO = ("step",)
 
@@ -33,6 +32,17 @@ class TableFile:
     backend: str
     version: str
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimeColumn:
+    """Where times stand, and in which of UNITS_S."""
+
+    name: str
+    unit: str
+
+
+LATENCY: Mapping[str, TimeColumn] = {"op": TimeColumn("latency", "ms")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +104,17 @@ def _table_file(path: Path) -> TableFile:
 
 
 def read_rows(
-    file: TableFile, words: Sequence[str], numbers: Sequence[str], times: Mapping[str, float] = LATENCY
+    file: TableFile, words: Sequence[str], numbers: Sequence[str], times: Mapping[str, TimeColumn] = LATENCY
 ) -> Rows:
     """The named columns and the latency, in seconds. Raises CastoffError for a file that is no such table.
 
-    times: columns of times, and seconds of one unit. Of several, each makes a row of every one.
+    times: by what took them. Of several, each makes a row of every one.
     """
     names = (*words, *numbers)
     with _opened(file) as opened:
         table = opened.read()
-    missing = [name for name in (*names, *times) if name not in table.column_names]
+    wanted = (*names, *(column.name for column in times.values()))
+    missing = [name for name in wanted if name not in table.column_names]
     if missing:
         raise CastoffError(f"{file.path} has no column {', '.join(missing)}; it has {', '.join(table.column_names)}")
     columns = {name: _column(file, table, name) for name in names}
@@ -111,18 +122,18 @@ def read_rows(
         least = 0 if name in MAY_BE_ZERO else 1
         if columns[name].dtype.kind not in "iu" or (len(columns[name]) and columns[name].min() < least):
             raise CastoffError(f"{file.path}: {name} must be whole numbers of at least {least}")
-    seconds = [_seconds(file, table, name, unit_s) for name, unit_s in times.items()]
+    seconds = [_seconds(file, table, column) for column in times.values()]
     if len(times) > 1:
         columns = {name: np.tile(values, len(times)) for name, values in columns.items()}
         columns[TIME_OF] = np.repeat(list(times), table.num_rows)
     return Rows(columns, np.concatenate(seconds))
 
 
-def _seconds(file: TableFile, table: Any, name: str, unit_s: float) -> Array:
-    values = _column(file, table, name)
+def _seconds(file: TableFile, table: Any, column: TimeColumn) -> Array:
+    values = _column(file, table, column.name)
     if values.dtype.kind not in "iuf":
-        raise CastoffError(f"{file.path}: {name} must be numbers, in {'ms' if unit_s == 1e-3 else 'µs'}")
-    return values.astype(np.float64) * unit_s
+        raise CastoffError(f"{file.path}: {column.name} must be numbers, in {column.unit}")
+    return values.astype(np.float64) * UNITS_S[column.unit]
 
 
 def count_rows(file: TableFile) -> int:

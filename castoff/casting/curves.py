@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from castoff.casting.forms.form import LEAST_SIZE, Form, Times, log_at
+from castoff.casting.forms.form import Form, Times, log_at
 from castoff.casting.forms.table import FORMS
 from castoff.dims import Array, Dim, maximum, minimum, some
 from castoff.errors import CastoffError
@@ -25,7 +25,7 @@ Terms = tuple[Dim, Dim, Dim]
 
 # Fits are evaluated once per value where at most this share of the scenarios have different ones.
 MOST_DISTINCT = 0.25
-# Of logarithms of sizes at the ends of what was measured.
+# Of the ends of what was measured, which are kept as logarithms.
 ROUNDING = 1e-9
 
 
@@ -104,26 +104,17 @@ def _fitted_times(sizes: Mapping[str, Dim], fit: Fit, device: Device) -> FittedT
         size = sizes[name]
         inside = inside & (size >= least) & (size <= most)
     if fit.measured is not None:
-        return _measured_times(times, form, sizes, fit, fit.measured, device, inside)
+        times = _scaled(times, _measured_factor(sizes, fit, fit.measured, device))
     return FittedTimes(corrected(times, form, sizes, fit.correction, fit.features, device), inside)
 
 
-def _measured_times(
-    times: Times,
-    form: Form,
-    sizes: Mapping[str, Dim],
-    fit: Fit,
-    measured: LogGrid,
-    device: Device,
-    inside: bool | Array,
-) -> FittedTimes:
-    """Seconds between the measured points; beyond them the form's, times what the nearest point is off it."""
+def _measured_factor(sizes: Mapping[str, Dim], fit: Fit, measured: LogGrid, device: Device) -> Dim:
+    """Measured over formed time: between the measured points as they are, beyond them that of the nearest one."""
     nearest: dict[str, Dim] = dict(sizes)
     for name, knots in zip(measured.axes, measured.knots, strict=True):
         nearest[name] = minimum(maximum(sizes[name], np.exp(knots[0])), np.exp(knots[-1]))
-        inside = inside & (abs(np.log(nearest[name] / maximum(sizes[name], LEAST_SIZE))) < ROUNDING)
-    formed_s = form.times(nearest, fit.coefficients, device).seconds
-    return FittedTimes(_scaled(times, np.exp(log_at(measured, nearest)) / formed_s), inside)
+    factor: Dim = np.exp(log_at(measured, nearest)) / FORMS[fit.form].times(nearest, fit.coefficients, device).seconds
+    return factor
 
 
 def corrected(
@@ -177,6 +168,13 @@ def _check_terms(fit: Fit, form: Form, where: str, device: Device) -> None:
     wrong = [] if fit.measured is None else [name for name in fit.measured.axes if name not in sizes]
     if wrong:
         raise CastoffError(f"{where}.measured.axes must be of {', '.join(sizes)}, got {', '.join(wrong)}")
+    for name, knots in zip(*((), ()) if fit.measured is None else (fit.measured.axes, fit.measured.knots), strict=True):
+        least, most = fit.ranges[name]
+        if least < np.exp(knots[0]) * (1 - ROUNDING) or most > np.exp(knots[-1]) * (1 + ROUNDING):
+            raise CastoffError(
+                f"{where}.ranges.{name} must lie between the measured {np.exp(knots[0]):g} and {np.exp(knots[-1]):g}, "
+                f"got {least:g} to {most:g}"
+            )
     axes = form.axes(sizes)
     wrong = [] if fit.correction is None else [name for name in fit.correction.axes if name not in axes]
     if wrong:

@@ -102,7 +102,7 @@ def cast_dealt(deployment: Deployment, classes: Sequence[RequestClass]) -> Cast:
     origin = weakest(
         [
             *origins,
-            *([pricing.backend.host_origin] if some(host_s) else []),
+            *([pricing.backend.host_origins[setup.mode]] if some(host_s) else []),
             *([pool.origin] if pool is not None else []),
         ]
     )
@@ -128,7 +128,8 @@ def cast_dealt(deployment: Deployment, classes: Sequence[RequestClass]) -> Cast:
 def stall_s(cast: Cast, pricing: Pricing) -> Dim:
     """How much of a latency is due to the link to host memory: what it would lack with one that takes no time."""
     unlinked = schedule(cast.program, price_program(cast.program, without_link(pricing)))
-    return cast.latency_s - cast.host_s - _latency(unlinked, cast.batch, cast.setup.mode)
+    device_s = _latency(unlinked, cast.batch, cast.setup.mode)
+    return maximum(0.0, cast.latency_s - device_s - _host_s(cast.setup, pricing.backend, cast.batch, device_s))
 
 
 def record_batch(deployment: Deployment, batch: Batch, *, repeat: bool = True) -> Program:
@@ -190,14 +191,18 @@ def _latency(timeline: Timeline, batch: Batch, mode: Mode) -> Dim:
 
 
 def _host_s(setup: Setup, backend: Backend, batch: Batch, device_s: Dim) -> Dim:
-    """Host time beside the device's: of each step, and what launching a prefill layer by layer takes longer than
-    computing it. A stage launches its layers when the one before it has sent what it needs."""
+    """Host time beside the device's: of each step, and what launching a prefill takes longer than computing it."""
     per_step = backend.host_s_per_step[setup.mode]
     if setup.mode == "decode" or not backend.prefill_floor_s_per_layer:
         return per_step
+    return per_step + maximum(0.0, launch_s(setup, backend.prefill_floor_s_per_layer, batch.in_flight) - device_s)
+
+
+def launch_s(setup: Setup, layer_s: float, in_flight: Dim = 1) -> Dim:
+    """What hosts take to launch a step op by op, draft calls included. A stage launches its layers when the one before
+    it has sent what it needs, and then those of the micro-batches that follow."""
     layers = setup.model.num_hidden_layers + setup.mtp.num_mtp_tokens
-    launched = layers * (1 + (batch.in_flight - 1) / setup.mesh.pp.size)
-    return per_step + maximum(0.0, launched * backend.prefill_floor_s_per_layer - device_s)
+    return layer_s * layers * (1 + (in_flight - 1) / setup.mesh.pp.size)
 
 
 def _bound(program: Program, prices: Prices) -> int | Array:

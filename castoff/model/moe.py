@@ -133,8 +133,12 @@ def _dispatch_compute_combine(
 
 
 def _exchange(setup: Setup, way: Literal["dispatch", "combine"]) -> ExpertExchange:
-    moe_spec = setup.model.moe
-    return ExpertExchange(way, setup.mode, moe_spec.n_routed_experts, moe_spec.num_experts_per_tok)
+    return ExpertExchange(way, setup.mode, _num_experts(setup), setup.model.moe.num_experts_per_tok)
+
+
+def _num_experts(setup: Setup) -> int:
+    """Routed experts of all ranks that share them, redundant ones included."""
+    return (setup.mesh.ep.size - setup.mesh.shared_expert_ranks) * setup.mesh.experts_per_rank
 
 
 def _group_tokens(setup: Setup, inputs: StepInputs) -> Dim:
@@ -166,9 +170,7 @@ def _local_rows(setup: Setup, group_tokens: Dim) -> Dim:
 def _skewed_load(setup: Setup, tokens: Dim) -> ExpertLoad:
     mesh, moe_spec = setup.mesh, setup.model.moe
     ranks = mesh.ep.size - mesh.shared_expert_ranks
-    return skewed_load(
-        tokens, ranks * mesh.experts_per_rank, moe_spec.num_experts_per_tok, ranks, setup.expert_load_alpha
-    )
+    return skewed_load(tokens, _num_experts(setup), moe_spec.num_experts_per_tok, ranks, setup.expert_load_alpha)
 
 
 def _experts(setup: Setup, weights: Weights, rows_RD: Activations, counts_E: Tensor, *, tokens: Dim) -> Tensor:

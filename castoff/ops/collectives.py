@@ -16,7 +16,7 @@ from castoff.dims import Dim, ceil_div, maximum
 from castoff.ops.linear import Activations, Quantized, Weight, parts_of, product_part, sum_bytes
 from castoff.ops.moe import SWIGLU_OPERATIONS, grouped_part
 from castoff.ops.program import Abstract, Op, OpCall, Shapes, Tensor
-from castoff.ops.work import Collective, CollectiveKind, Kernel, Part, Work
+from castoff.ops.work import DTYPE_BYTES, Collective, CollectiveKind, Kernel, Part, Work
 from castoff.spec.mesh import Group
 from castoff.spec.quant import LinearFormat
 
@@ -59,8 +59,9 @@ def _work(call: OpCall) -> Work:
     kernel = Kernel(kind, (), {"bytes": message, "ranks": float(group.size)})
     exchange: ExpertExchange | None = call.attributes.get("exchange")
     if exchange is not None:
+        rows_RD = call.tensor(0)
         experts = {"experts": exchange.experts, "experts_per_token": exchange.experts_per_token}
-        sizes = {**kernel.sizes, **experts, "row_bytes": call.tensor(0).bytes / call.tensor(0).shape[0]}
+        sizes = {**kernel.sizes, **experts, "row_bytes": DTYPE_BYTES[rows_RD.dtype] * rows_RD.shape[1]}
         kernel = Kernel(f"{exchange.way}_{exchange.phase}", (), sizes, general=kind)
     return Work(collectives=(Collective(kind, message, group),), kernels=(kernel,))
 

@@ -173,7 +173,7 @@ def _tier(tier: LinkTier) -> str:
 def backend_details(backend: Backend, fits: Mapping[str, Mapping[str, Fit]]) -> list[Table | Text]:
     """One backend with the source of each figure, for `castoff show`. fits: by device."""
     made = _sourced(f"{backend.name}: {backend.description}")
-    stack, host = backend.sources["stack"], f"{backend.host_origin}: {backend.sources['host_s_per_step']}"
+    stack = backend.sources["stack"]
     made.add_row("fusions", ", ".join(sorted(backend.fusions)) or "none", stack)
     made.add_row("MTP window", f"whole on {backend.mtp_window} draft call", stack)
     made.add_row("dispatch", "in the experts' format" if backend.quantized_dispatch else "in bf16", stack)
@@ -185,6 +185,7 @@ def backend_details(backend: Backend, fits: Mapping[str, Mapping[str, Fit]]) -> 
         # Its systems say what decode steps take.
         if mode == "decode" and backend.serving is not None:
             continue
+        host = f"{backend.host_origins[mode]}: {backend.sources['host_s_per_step']}"
         made.add_row(f"host time, {mode}", f"{microseconds(seconds)} µs per step", host)
     links = backend.collectives
     figures = f"launch {microseconds(links.launch_s)} µs, links {links.link_efficiency:g}"

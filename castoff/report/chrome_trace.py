@@ -39,7 +39,7 @@ def chrome_trace(prediction: Prediction) -> dict[str, Any]:
         ]
     host_s = float(cast.host_s)
     if host_s:
-        events.append(_event("host time of the step", "host", (0, HOST_ROW), 0.0, host_s, {}))
+        events.append(_event("what the device waits for the host", "host", (0, HOST_ROW), 0.0, host_s, {}))
     events += _layer_events(spans, host_s)
     events += _op_events(prediction, spans, rows)
     return {

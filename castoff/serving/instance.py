@@ -27,8 +27,9 @@ class StepTimes(Protocol):
         """That many decode steps of `requests` requests, `context` rows long on average, each growing by `growth` a
         step."""
 
-    def prefill_s(self, tokens: int, context: float, requests: int) -> float:
-        """A pass over `tokens` new tokens of `requests` prompts, after `context` rows that each has already."""
+    def prefill_s(self, tokens: int, context: float, requests: int, longest: int) -> float:
+        """A pass over `tokens` new tokens of `requests` prompts, after `context` rows that each has already on average;
+        the longest of them has `longest` rows afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +230,8 @@ class Instance:
     def _prefill(self, pieces: list[Piece]) -> None:
         tokens = sum(piece.tokens for piece in pieces)
         context = sum(piece.tokens * piece.context for piece in pieces) / tokens
-        self.now += self.times_of.prefill_s(tokens, context, len(pieces))
+        longest = max(piece.context + piece.tokens for piece in pieces)
+        self.now += self.times_of.prefill_s(tokens, context, len(pieces), longest)
         self.passes += 1
         if self.rules.mixes_prefill and self.running:
             self._advance(1)

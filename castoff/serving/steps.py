@@ -24,7 +24,7 @@ from castoff.spec.serving import ServingCost, ServingSystem
 # A pass is longer than its share of a knot to the next by more than a straight line says, so knots are close.
 KNOT_RATIO = 2**0.5
 CONTEXT_KNOTS = 9
-# Of a whole chunk: combinations of knots beyond are next to none that a pass within a chunk lies between.
+# Of a whole chunk: no pass within one lies next to combinations of knots beyond, since knots double at most.
 MOST_BEYOND = 4
 
 
@@ -70,25 +70,40 @@ class DecodeTable:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillTable:
-    """Device seconds of a prompts' pass, by each one's new tokens and context and their number (indices N, C, R)."""
+class PassGrid:
+    """Device seconds of passes over equal prompts, by each one's new tokens and context and their number (N, C, R)."""
 
     tokens: tuple[float, ...]
     contexts: tuple[float, ...]
     requests: tuple[float, ...]
     seconds_NCR: tuple[tuple[tuple[float, ...], ...], ...] = field(repr=False)
 
-    def pass_s(self, tokens: int, context: float, requests: int) -> float:
+    def pass_s(self, tokens: float, context: float, requests: int) -> float:
         """Seconds of one pass."""
         total = 0.0
         along_requests = _ends(self.requests, requests)
         along_contexts = _ends(self.contexts, context)
-        for at_token, token_share in _ends(self.tokens, tokens / requests):
+        for at_token, token_share in _ends(self.tokens, tokens):
             for at_context, context_share in along_contexts:
                 row = self.seconds_NCR[at_token][at_context]
                 for at_request, request_share in along_requests:
                     total += token_share * context_share * request_share * row[at_request]
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTable:
+    """Passes of prompts: those in which a request is longer than `topk` tokens afterwards, and those in which none is,
+    which stacks compute densely. short: None where there is no such difference."""
+
+    long: PassGrid
+    short: PassGrid | None
+    topk: int
+
+    def pass_s(self, tokens: int, context: float, requests: int, longest: int) -> float:
+        """Seconds of one pass. tokens: new ones of all its requests. context: mean of what they have already."""
+        grid = self.long if self.short is None or longest > self.topk else self.short
+        return grid.pass_s(tokens / requests, context, requests)
 
 
 def _ends(knots: Sequence[float], value: float) -> tuple[tuple[int, float], ...]:
@@ -102,11 +117,11 @@ def _ends(knots: Sequence[float], value: float) -> tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSteps:
-    """Passes of a stack: the device's time and the host's. layers: of a pass, draft calls included."""
+    """Passes of a stack: the device's time and the host's. floor_s: what the host needs to launch one op by op."""
 
     decode: DecodeTable
     prefill: PrefillTable
-    layers: int
+    floor_s: float
     serving: ServingCost
     system: ServingSystem
     origin: Origin
@@ -118,16 +133,11 @@ class StackSteps:
             device_s = max(device_s, steps * self.floor_s)
         return device_s + steps * self.system.host_s_per_decode_step
 
-    def prefill_s(self, tokens: int, context: float, requests: int) -> float:
+    def prefill_s(self, tokens: int, context: float, requests: int, longest: int) -> float:
         """Seconds of a prompt's pass, with the part of the host's time in which decodes wait."""
-        device_s = self.serving.prefill_factor * self.prefill.pass_s(tokens, context, requests)
+        device_s = self.serving.prefill_factor * self.prefill.pass_s(tokens, context, requests, longest)
         stall_s = self.serving.host_prefill_stall_share * self.system.host_s_per_prefill
         return max(device_s, self.floor_s) + stall_s
-
-    @property
-    def floor_s(self) -> float:
-        """What the host needs to launch a pass op by op."""
-        return self.layers * self.system.prefill_floor_s_per_layer
 
     @property
     def delay_s(self) -> float:
@@ -180,27 +190,53 @@ def prefill_table(deployment: Deployment, extent: Extent) -> tuple[PrefillTable,
     """Cast passes of up to a whole chunk over prompts that are all alike; returns what `decode_table` does, of a whole
     chunk after the longest context."""
     chunk, topk = extent.chunk_tokens, deployment.setup.topk_limit
-    # Stacks attend densely up to topk tokens, and one more is a jump.
-    jump = [] if topk is None or topk >= chunk else [topk, topk + 1]
-    tokens = np.union1d(_spaced(chunk), jump)
+    tokens, requests = _spaced(chunk), _spaced(min(extent.requests, chunk))
     contexts = _knots(extent.longest_tokens, CONTEXT_KNOTS, topk)
-    requests = _spaced(min(extent.requests, chunk))
-    shape = (len(tokens), len(contexts), len(requests))
-    tokens_X, context_X, requests_X = (grid.ravel() for grid in np.meshgrid(tokens, contexts, requests, indexing="ij"))
-    within = tokens_X * requests_X <= MOST_BEYOND * chunk
-    result = cast_batch(
-        without_host(deployment), [RequestClass(requests_X[within], context_X[within], tokens_X[within])]
-    )
-    seconds_X = np.full(len(within), np.nan)
-    seconds_X[within] = result.latency_s
-    table = PrefillTable(
-        tokens=tuple(tokens.tolist()),
-        contexts=tuple(contexts.tolist()),
-        requests=tuple(requests.tolist()),
-        seconds_NCR=tuple(tuple(tuple(row) for row in plane) for plane in seconds_X.reshape(shape).tolist()),
-    )
-    longest = np.flatnonzero(np.flatnonzero(within) == (len(within) - len(requests)))
-    return table, result.origin, _is_beyond(result, int(longest[0]))
+    if topk is None:
+        parts = [_Passes(chunk, tokens, contexts, requests)]
+    else:
+        # Each grid is filled beyond its side of topk with the times at the edge of that side.
+        dense_tokens = np.union1d(tokens[tokens < topk], min(topk, chunk))
+        parts = [
+            _Passes(chunk, dense_tokens, np.linspace(0, topk, CONTEXT_KNOTS), requests, most_end=topk),
+            _Passes(chunk, tokens, contexts, requests, least_end=topk + 1),
+        ]
+    lengths = [np.concatenate([part.classes_3X[axis] for part in parts]) for axis in range(3)]
+    result = cast_batch(without_host(deployment), [RequestClass(*lengths)])
+    ends = np.cumsum([part.classes_3X.shape[1] for part in parts])
+    seconds = np.split(np.broadcast_to(result.latency_s, ends[-1]), ends[:-1])
+    *short, long = (part.grid(own_X) for part, own_X in zip(parts, seconds, strict=True))
+    table = PrefillTable(long=long, short=short[0] if short else None, topk=topk or 0)
+    return table, result.origin, _is_beyond(result, -1)
+
+
+class _Passes:
+    """Passes to cast for a grid, whose requests end with at least and at most so many tokens: of these, arrays of
+    requests, context and new tokens. The last one is a whole chunk of one request after the longest context."""
+
+    def __init__(
+        self, chunk: int, tokens: Array, contexts: Array, requests: Array, *,
+        least_end: float = 0, most_end: float = math.inf,
+    ) -> None:  # fmt: skip
+        self._knots = tokens, contexts, requests
+        axes = np.meshgrid(requests[::-1], tokens, contexts, indexing="ij")
+        requests_X, tokens_X, context_X = (axis.ravel() for axis in axes)
+        context_X = np.clip(context_X, least_end - tokens_X, most_end - tokens_X)
+        self._near_X = tokens_X * requests_X <= MOST_BEYOND * chunk
+        self.classes_3X = np.stack([requests_X, context_X, tokens_X])[:, self._near_X]
+
+    def grid(self, seconds: Array) -> PassGrid:
+        """The grid, from the seconds of these passes."""
+        tokens, contexts, requests = self._knots
+        seconds_X = np.full(len(self._near_X), np.nan)
+        seconds_X[self._near_X] = seconds
+        seconds_NCR = np.moveaxis(seconds_X.reshape(len(requests), len(tokens), len(contexts))[::-1], 0, 2).tolist()
+        return PassGrid(
+            tokens=tuple(tokens.tolist()),
+            contexts=tuple(contexts.tolist()),
+            requests=tuple(requests.tolist()),
+            seconds_NCR=tuple(tuple(tuple(row) for row in plane) for plane in seconds_NCR),
+        )
 
 
 def _is_beyond(result: Cast, place: int) -> bool:

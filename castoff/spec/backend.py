@@ -90,7 +90,7 @@ class Backend:
 
     fusions: the fused ops it has, of `FUSIONS`.
     curves: by op family, with `default` for the families that have none of their own; see `curve`.
-    host_s_per_step: host time by mode (prefill, decode) that no device work hides.
+    host_s_per_step, host_origins: host time by mode (prefill, decode) that no device work hides.
     prefill_floor_s_per_layer: what the host needs to launch a layer of a prefill, the least that it takes.
     mtp_window: the MTP draft calls that process the whole window of k + 1 tokens: all of them, or only the first.
     quantized_dispatch: whether tokens travel to the experts in the experts' activation format, or in bf16.
@@ -110,7 +110,7 @@ class Backend:
     curves: Mapping[str, Curve] = field(hash=False)
     collectives: CollectiveCost
     host_s_per_step: Mapping[str, float] = field(hash=False)
-    host_origin: Origin
+    host_origins: Mapping[str, Origin] = field(hash=False)
     mtp_window: MtpWindow
     quantized_dispatch: bool
     unquantized: tuple[str, ...]
@@ -148,13 +148,12 @@ def _loaded(name_or_path: str, device: str | None) -> Backend:
         return backend
     system = backend.serving.system(device)
     host_s = {**backend.host_s_per_step, "decode": system.host_s_per_decode_step}
-    sources = {**backend.sources, "host_s_per_step": system.source}
+    prefill = weakest([backend.host_origins["prefill"], system.origin])
     return replace(
         backend,
         host_s_per_step=host_s,
         prefill_floor_s_per_layer=system.prefill_floor_s_per_layer,
-        host_origin=system.origin,
-        sources=sources,
+        host_origins={"prefill": prefill, "decode": system.origin},
     )
 
 
@@ -231,6 +230,8 @@ def _with_fits_of_others(table: Table, device: str | None) -> Table:
         own.only(("of",))
         others = _stacked(_layers(own.text("of"), device))
         if "fits" not in others.values or kernel not in others.table("fits").values:
+            if device is not None and not any(kernel in fits for fits in backend_fits(own.text("of")).values()):
+                raise own.fault("of", f"must be a backend with a fit of {kernel}, got {shown(own.text('of'))}")
             continue
         theirs = others.table("fits").table(kernel)
         if "of" in theirs.values:
@@ -262,7 +263,7 @@ def _read_backend(table: Table) -> Backend:
         curves=curves,
         collectives=collectives,
         host_s_per_step={mode: host.at_least_zero(mode) for mode in MODES},
-        host_origin=host.choice("origin", ORIGINS),
+        host_origins=dict.fromkeys(MODES, host.choice("origin", ORIGINS)),
         mtp_window=stack.choice("mtp_window", get_args(MtpWindow)),
         quantized_dispatch=stack.flag("quantized_dispatch"),
         unquantized=stack.texts("unquantized"),

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from castoff.accuracy.tables import TIME_OF, Rows, find_tables, read_rows
+from castoff.accuracy.tables import TIME_OF, Rows, TimeColumn, find_tables, read_rows
 from castoff.errors import CastoffError
 from tests.accuracy.measured import GEMM, repeated, write_table
 
@@ -81,7 +81,7 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_times_of_several_things_are_rows_of_each(tmp_path: Path) -> None:
     write_table(tmp_path, {"m": [1, 2], "there_us": [10.0, 20.0], "back_us": [30.0, 40.0]}, "x")
     (file,) = find_tables(tmp_path)
-    rows = read_rows(file, (), ("m",), {"there_us": 1e-6, "back_us": 1e-6})
-    assert rows.latency_s == pytest.approx([1e-5, 2e-5, 3e-5, 4e-5])
+    rows = read_rows(file, (), ("m",), {"there": TimeColumn("there_us", "µs"), "back": TimeColumn("back_us", "ms")})
+    assert rows.latency_s == pytest.approx([1e-5, 2e-5, 3e-2, 4e-2])
     assert rows.columns["m"].tolist() == [1, 2, 1, 2]
-    assert rows.columns[TIME_OF].tolist() == ["there_us", "there_us", "back_us", "back_us"]
+    assert rows.columns[TIME_OF].tolist() == ["there", "there", "back", "back"]

@@ -17,7 +17,7 @@ from castoff.ops.program import Recorder
 from castoff.ops.work import Kernel
 from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
-from tests.casting.fitted import BF16, MEASURED, fitted_backend
+from tests.casting.fitted import MEASURED, TIMED, fitted_backend
 
 FITS = {device: load_backend("sglang", device).fits for device in ("h100_sxm", "h200_sxm", "b200_sxm")}
 KERNELS = [(device, kernel) for device, fits in FITS.items() for kernel in fits]
@@ -47,7 +47,7 @@ def test_factors_stay_within_reason(device: str, kernel: str) -> None:
 
 
 def test_measured_seconds_are_read_off_between_their_points(tmp_path: Path) -> None:
-    fit = load_backend(fitted_backend(tmp_path, BF16 + MEASURED), "h200_sxm").fits["matmul_bf16"]
+    fit = load_backend(fitted_backend(tmp_path, TIMED + MEASURED), "h200_sxm").fits["matmul_bf16"]
 
     def seconds(m: float, k: float, n: float = 512.0) -> tuple[float, bool]:
         found = fitted_times(Kernel("matmul_bf16", (), {"m": m, "n": n, "k": k}), fit, H200)
@@ -70,7 +70,7 @@ def test_measured_seconds_are_read_off_between_their_points(tmp_path: Path) -> N
 
 
 def test_a_cast_says_that_times_are_measured(tmp_path: Path) -> None:
-    backend = load_backend(fitted_backend(tmp_path, BF16.replace('"calibrated"', '"measured"') + MEASURED), "h200_sxm")
+    backend = load_backend(fitted_backend(tmp_path, TIMED.replace('"calibrated"', '"measured"') + MEASURED), "h200_sxm")
     recorder = Recorder()
     recorder.block("x", "x", lambda: (linear(recorder.tensor(64, 4096), plain_weight(recorder)), ())[1])
     ((_, call),) = recorder.program.calls()

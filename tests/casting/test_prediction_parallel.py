@@ -179,7 +179,9 @@ class TestWork:
         _, where, step = case
         result = cast_step(*case)
         backend = backend_of(where, step)
-        assert result.origin == weakest([backend.host_origin, *(price.origin for _, price in calls_of(result))])
+        assert result.origin == weakest(
+            [backend.host_origins[result.setup.mode], *(price.origin for _, price in calls_of(result))]
+        )
 
     @FEW
     @given(cases(), st.sampled_from([1e-5, 1e-6, 1e-3]))

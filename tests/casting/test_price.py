@@ -70,7 +70,7 @@ STACK = Backend(
     curves={"default": replace(MATMUL, origin="assumed", launch_s=7e-6), "matmul": MATMUL},
     collectives=CollectiveCost(launch_s=1e-5, link_efficiency=0.5, origin="analytic", source="test"),
     host_s_per_step={"prefill": 0.0, "decode": 0.0},
-    host_origin="assumed",
+    host_origins={"prefill": "assumed", "decode": "assumed"},
     mtp_window="first",
     quantized_dispatch=False,
     unquantized=(),

@@ -17,13 +17,15 @@ class Affine:
     request_s: float = 0.001
     row_s: float = 1e-6
     token_s: float = 1e-5
+    topk: int = 50
 
     def decode_s(self, requests: int, context: float, growth: float, steps: int) -> float:
         rows = requests * (steps * context + growth * steps * (steps - 1) / 2)
         return steps * (self.base_s + requests * self.request_s) + rows * self.row_s
 
-    def prefill_s(self, tokens: int, context: float, requests: int) -> float:
-        return self.base_s + tokens * (self.token_s + context * 1e-8) + requests * self.request_s
+    def prefill_s(self, tokens: int, context: float, requests: int, longest: int) -> float:
+        sparse_s = self.base_s if longest > self.topk else 0.0
+        return self.base_s + sparse_s + tokens * (self.token_s + context * 1e-8) + requests * self.request_s
 
 
 @dataclass(slots=True, eq=False)
@@ -174,7 +176,8 @@ def simulate(requests: Requests, times: StepTimes, rules: Rules) -> Stepped:
         if pieces:
             tokens = sum(new for _, new, _ in pieces)
             context = sum(new * done for _, new, done in pieces) / tokens
-            now += times.prefill_s(tokens, context, len(pieces))
+            longest = max(new + done for _, new, done in pieces)
+            now += times.prefill_s(tokens, context, len(pieces), longest)
             passes += 1
             if rules.mixes_prefill and running:
                 decode()

@@ -65,11 +65,11 @@ def test_batches_without_a_graph() -> None:
     assert own is not None
     prefill, origin, _ = prefill_table(deployment(Workload(query_length=1)), EXTENT)
     system = own.system("h200_sxm")
-    steps = StackSteps(decode=table, prefill=prefill, layers=78, serving=own, system=system, origin=origin)
+    steps = StackSteps(decode=table, prefill=prefill, floor_s=0.08, serving=own, system=system, origin=origin)
     assert steps.decode_s(9, 100, 1, 2) >= 2 * (steps.floor_s + system.host_s_per_decode_step)
     assert steps.decode_s(8, 100, 1, 2) < steps.decode_s(9, 100, 1, 2)
     stall = own.host_prefill_stall_share * system.host_s_per_prefill
-    assert steps.prefill_s(1, 0, 1) == pytest.approx(steps.floor_s + stall)
+    assert steps.prefill_s(1, 0, 1, 1) == pytest.approx(steps.floor_s + stall)
     assert steps.delay_s + stall == pytest.approx(system.host_s_per_prefill)
 
 
@@ -88,16 +88,27 @@ def test_prefill_table_is_near_the_cast(tokens: int, context: int, requests: int
     own = deployment(Workload(query_length=1))
     table, *_ = prefill_table(own, EXTENT)
     wanted = seconds(own, float(requests), float(context), tokens / requests)
-    assert table.pass_s(tokens, context, requests) == pytest.approx(wanted, rel=0.03)
+    assert table.pass_s(tokens, context, requests, context + tokens // requests) == pytest.approx(wanted, rel=0.03)
 
 
-@pytest.mark.parametrize(("tokens", "requests"), [(2040, 1), (2048, 1), (2049, 1), (2100, 1), (6300, 3), (6000, 3)])
-def test_prompts_about_as_long_as_the_selection(tokens: int, requests: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "context", "requests"),
+    [
+        (2040, 0, 1), (2048, 0, 1), (2049, 0, 1), (2100, 0, 1), (6300, 0, 3), (6000, 0, 3), (8192, 100, 5),
+        (8192, 200, 5), (8192, 409, 5), (8192, 411, 5), (1000, 1040, 1), (1000, 1060, 1), (1900, 120, 1),
+        (600, 1440, 1), (600, 1500, 1), (64, 1990, 1),
+    ],
+)  # fmt: skip
+def test_prompts_about_as_long_as_the_selection(tokens: int, context: int, requests: int) -> None:
     scenario = replace(as_served("sglang", DEVICE, MODEL, TP8), workload=Workload(query_length=1))
     own = without_host(resolve(MODEL, DEVICE, scenario))
     table, *_ = prefill_table(own, EXTENT)
-    wanted = seconds(own, float(requests), 0.0, tokens / requests)
-    assert table.pass_s(tokens, 0, requests) == pytest.approx(wanted, rel=0.05)
+    longest = context + -(-tokens // requests)
+    wanted = seconds(own, float(requests), float(context), tokens / requests)
+    assert table.pass_s(tokens, context, requests, longest) == pytest.approx(wanted, rel=0.06)
+    # One request beyond makes the pass sparse, whatever the mean.
+    beyond = seconds(own, float(requests), max(context, 2049 - tokens / requests), tokens / requests)
+    assert table.pass_s(tokens, context, requests, 2049) == pytest.approx(beyond, rel=0.06)
 
 
 @pytest.mark.property
@@ -110,12 +121,14 @@ def test_every_pass_has_a_time(longest: int, most: int, chunk: int, data: st.Dat
     for _ in range(50):
         tokens = data.draw(st.integers(1, chunk))
         requests = data.draw(st.integers(1, min(most, tokens)))
-        assert table.pass_s(tokens, data.draw(st.floats(0, longest)), requests) > 0
+        context = data.draw(st.floats(0, longest))
+        for end in (1, 100_000):
+            assert table.pass_s(tokens, context, requests, end) > 0
 
 
 def test_longer_passes_take_longer() -> None:
     table, *_ = prefill_table(deployment(Workload(query_length=1)), EXTENT)
-    times = [table.pass_s(tokens, 1000, 1) for tokens in range(64, 8192, 61)]
+    times = [table.pass_s(tokens, 1000, 1, 1000 + tokens) for tokens in range(64, 8192, 61)]
     assert (np.diff(times) > 0).all()
-    contexts = [table.pass_s(2048, context, 1) for context in range(0, 9000, 97)]
+    contexts = [table.pass_s(2048, context, 1, 2048 + context) for context in range(0, 9000, 97)]
     assert (np.diff(contexts) >= 0).all()

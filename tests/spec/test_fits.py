@@ -9,7 +9,7 @@ from castoff.casting.curves import check_fits
 from castoff.errors import CastoffError
 from castoff.spec.backend import backend_fits, fitted_device, load_backend, shipped_backends
 from castoff.spec.device import load_device, shipped_devices
-from tests.casting.fitted import BF16, GRID, MEASURED, fitted_backend
+from tests.casting.fitted import BF16, GRID, MEASURED, TIMED, fitted_backend
 
 
 def test_a_fit(tmp_path: Path) -> None:
@@ -64,6 +64,7 @@ def test_a_fit_of_another_backend(tmp_path: Path) -> None:
         ('of = "sgl"', "sgl"),
         (f'of = "{own}"', "must be a backend with a fit of its own"),
         ('of = "sglang"\nrows = 3', "unknown key 'rows'"),
+        ('of = "nvidia"', "must be a backend with a fit of all_reduce, got 'nvidia'"),
     ):
         own.write_text(head + f"[fits.all_reduce]\n{given}\n")
         with pytest.raises(CastoffError, match=message):
@@ -121,15 +122,17 @@ def test_faults(tmp_path: Path, given: str, instead: str, message: str) -> None:
         ("2e-5, 4e-5, ", "", "must be 6 numbers"),
         ("axes = { m", "axes = { rows", "measured.axes must be of m, n, k, got rows"),
         ("seconds =", "values =", "unknown key 'values'"),
+        ("m = [16, 4096]", "m = [8, 4096]", "ranges.m must lie between the measured 16 and 4096, got 8 to 4096"),
     ],
 )
 def test_faults_of_measured_times(tmp_path: Path, given: str, instead: str, message: str) -> None:
-    assert given in MEASURED
-    path = fitted_backend(tmp_path, BF16 + MEASURED.replace(given, instead))
+    text = TIMED + MEASURED
+    assert given in text
+    path = fitted_backend(tmp_path, text.replace(given, instead))
     with pytest.raises(CastoffError, match=message):
         check_fits(load_backend(path, "h200_sxm"), load_device("h200_sxm"))
 
 
 def test_times_stand_without_a_correction(tmp_path: Path) -> None:
     with pytest.raises(CastoffError, match="measured must be without correction"):
-        load_backend(fitted_backend(tmp_path, BF16 + GRID + MEASURED), "h200_sxm")
+        load_backend(fitted_backend(tmp_path, TIMED + GRID + MEASURED), "h200_sxm")

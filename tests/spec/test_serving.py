@@ -63,6 +63,13 @@ def test_what_is_shipped() -> None:
     assert known == {"cann-ge", "cann-npugraph_ex", "sglang", "vllm"}
 
 
+@pytest.mark.parametrize("name", ["vllm", "cann-ge"])
+def test_hosts_that_nobody_measured_are_sglangs(name: str) -> None:
+    theirs, ours = (serving(load_backend(backend)).system("default") for backend in ("sglang", name))
+    assert ours.host_s_per_prefill == theirs.host_s_per_prefill
+    assert ours.host_s_per_decode_step in (0.0, theirs.host_s_per_decode_step)
+
+
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_shipped_figures_are_plausible(name: str) -> None:
     own = serving(load_backend(name))

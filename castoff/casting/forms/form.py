@@ -72,9 +72,9 @@ def eager_s(host_s: Dim, device_s: Dim) -> Dim:
     return smooth_maximum(host_s, device_s, EAGER_SHARPNESS)
 
 
-def log_at(correction: LogGrid, axes: Sizes) -> Dim:
-    """A correction at some sizes."""
-    return interpolate(correction.values, correction.knots, [axes[name] for name in correction.axes])
+def log_at(grid: LogGrid, axes: Sizes) -> Dim:
+    """The logarithm that a grid has at some sizes."""
+    return interpolate(grid.values, grid.knots, [axes[name] for name in grid.axes])
 
 
 def interpolate(values: Array, knots: Sequence[Array], sizes: Sequence[Dim]) -> Dim:
