@@ -165,16 +165,8 @@ def check_fits(backend: Backend, device: Device) -> None:
 def _check_terms(fit: Fit, form: Form, where: str, device: Device) -> None:
     """Try the fit at the least sizes that it was made from."""
     sizes = {name: max(least, 1.0) for name, (least, _) in fit.ranges.items()}
-    wrong = [] if fit.measured is None else [name for name in fit.measured.axes if name not in sizes]
-    if wrong:
-        raise CastoffError(f"{where}.measured.axes must be of {', '.join(sizes)}, got {', '.join(wrong)}")
-    for name, knots in zip(*((), ()) if fit.measured is None else (fit.measured.axes, fit.measured.knots), strict=True):
-        least, most = fit.ranges[name]
-        if least < np.exp(knots[0]) * (1 - ROUNDING) or most > np.exp(knots[-1]) * (1 + ROUNDING):
-            raise CastoffError(
-                f"{where}.ranges.{name} must lie between the measured {np.exp(knots[0]):g} and {np.exp(knots[-1]):g}, "
-                f"got {least:g} to {most:g}"
-            )
+    if fit.measured is not None:
+        _check_measured(fit, fit.measured, where)
     axes = form.axes(sizes)
     wrong = [] if fit.correction is None else [name for name in fit.correction.axes if name not in axes]
     if wrong:
@@ -184,6 +176,18 @@ def _check_terms(fit: Fit, form: Form, where: str, device: Device) -> None:
     if wrong:
         known = ", ".join(terms) or "none"
         raise CastoffError(f"{where}.features: the form {fit.form} has {known}, got {', '.join(wrong)}")
+
+
+def _check_measured(fit: Fit, measured: LogGrid, where: str) -> None:
+    wrong = [name for name in measured.axes if name not in fit.ranges]
+    if wrong:
+        raise CastoffError(f"{where}.measured.axes must be of {', '.join(fit.ranges)}, got {', '.join(wrong)}")
+    for name, knots in zip(measured.axes, measured.knots, strict=True):
+        (least, most), (first, last) = fit.ranges[name], np.exp(knots[[0, -1]])
+        if least < first * (1 - ROUNDING) or most > last * (1 + ROUNDING):
+            raise CastoffError(
+                f"{where}.ranges.{name} must lie between the measured {first:g} and {last:g}, got {least:g} to {most:g}"
+            )
 
 
 _KINDS: Mapping[str, Callable[[Sequence[Part], Curve, Device], Terms]] = {"roofline": _roofline}

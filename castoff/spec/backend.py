@@ -159,9 +159,12 @@ def _loaded(name_or_path: str, device: str | None) -> Backend:
 
 def backend_fits(name_or_path: str) -> dict[str, Mapping[str, Fit]]:
     """All fits of a backend by the device that they hold on: those of its file, or those that come with castoff."""
+    return {device: load_backend(name_or_path, device).fits for device in _fit_devices(name_or_path)}
+
+
+def _fit_devices(name_or_path: str) -> tuple[str, ...]:
     own = fitted_device(name_or_path)
-    devices = shipped_fit_devices(name_or_path) if own is None else (own,)
-    return {device: load_backend(name_or_path, device).fits for device in devices}
+    return shipped_fit_devices(name_or_path) if own is None else (own,)
 
 
 def fitted_device(name_or_path: str) -> str | None:
@@ -228,16 +231,23 @@ def _with_fits_of_others(table: Table, device: str | None) -> Table:
             fits[kernel] = own.values
             continue
         own.only(("of",))
-        others = _stacked(_layers(own.text("of"), device))
-        if "fits" not in others.values or kernel not in others.table("fits").values:
-            if device is not None and not any(kernel in fits for fits in backend_fits(own.text("of")).values()):
-                raise own.fault("of", f"must be a backend with a fit of {kernel}, got {shown(own.text('of'))}")
+        other = own.text("of")
+        theirs = _fit_of(other, kernel, device)
+        if theirs is None:
+            if device is not None and all(_fit_of(other, kernel, each) is None for each in _fit_devices(other)):
+                raise own.fault("of", f"must be a backend with a fit of {kernel}, got {shown(other)}")
             continue
-        theirs = others.table("fits").table(kernel)
         if "of" in theirs.values:
-            raise own.fault("of", f"must be a backend with a fit of its own, got {shown(own.text('of'))}")
+            raise own.fault("of", f"must be a backend with a fit of its own, got {shown(other)}")
         fits[kernel] = theirs.values
     return Table(file=table.file, values={**table.values, "fits": fits})
+
+
+def _fit_of(name_or_path: str, kernel: str, device: str | None) -> Table | None:
+    """What a backend's files say of a kernel's fit on a device."""
+    table = _stacked(_layers(name_or_path, device))
+    fits = table.table("fits") if "fits" in table.values else None
+    return fits.table(kernel) if fits is not None and kernel in fits.values else None
 
 
 def _read_backend(table: Table) -> Backend:
