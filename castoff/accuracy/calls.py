@@ -163,9 +163,7 @@ def nccl(site: Rows, _: Pricing) -> list[OpCall]:
 
 def expert_exchange(site: Rows, _: Pricing) -> list[OpCall]:
     """Copies of a node's tokens to the ranks of their experts in FP8, or back in bf16."""
-    phase = EXCHANGE_PHASES.get(site.word("op_name"))
-    if phase is None:
-        raise CastoffError(f"DeepEP's kernels are {' and '.join(EXCHANGE_PHASES)}, got {site.word('op_name')}")
+    phase = EXCHANGE_PHASES[site.word("op_name")]
     way: Literal["dispatch", "combine"] = "dispatch" if site.word(TIME_OF) == "dispatch" else "combine"
     group, chosen = Group("ep", RANKS_PER_NODE), site.number("num_topk")
     exchange = ExpertExchange(way, phase, site.number("num_experts"), chosen)

@@ -137,18 +137,20 @@ def _nccl(_: TableFile, rows: Rows) -> Iterator[Series]:
         yield Series(f"nccl_{op_name}", len(own), kept, excluded, calls.nccl, ("op_name", "nccl_dtype", "num_gpus"))
 
 
-def _expert_exchange(_: TableFile, rows: Rows) -> Iterator[Series]:
+def _expert_exchange(file: TableFile, rows: Rows) -> Iterator[Series]:
     """DeepEP's kernels, dispatch and combine apart; `normal` ones take so many multiprocessors as they are given."""
-    for kind, both in _by_word(rows, "op_name"):
-        for way, own in _by_word(both, TIME_OF):
-            excluded: Exclusions = {}
-            kept = split_off(own, excluded, "over several nodes", own.columns["node_num"] > 1)
-            if (column := f"{way}_sms") in kept.columns:
-                other = kept.columns[column] != DEEPEP_SMS
-                kept = split_off(kept, excluded, f"on other than {DEEPEP_SMS} multiprocessors, DeepEP's default", other)
-            sites = ("hidden_size", "num_topk", "num_experts")
-            kept = timed(kept, excluded)
-            yield Series(f"deepep_{kind}_{way}", len(own), kept, excluded, calls.expert_exchange, sites)
+    kind = file.name.rsplit("_", 1)[1]
+    for way, own in _by_word(rows, TIME_OF):
+        excluded: Exclusions = {}
+        kept = split_off(own, excluded, f"an op_name other than {kind}", own.columns["op_name"] != kind)
+        kept = split_off(kept, excluded, "over several nodes", kept.columns["node_num"] > 1)
+        too_many = kept.columns["num_topk"] > kept.columns["num_experts"]
+        kept = split_off(kept, excluded, "more experts of a token than there are", too_many)
+        if (column := f"{way}_sms") in kept.columns:
+            other = kept.columns[column] != DEEPEP_SMS
+            kept = split_off(kept, excluded, f"on other than {DEEPEP_SMS} multiprocessors, DeepEP's default", other)
+        sites = ("hidden_size", "num_topk", "num_experts")
+        yield Series(f"deepep_{kind}_{way}", len(own), timed(kept, excluded), excluded, calls.expert_exchange, sites)
 
 
 def _mla_bmm(_: TableFile, rows: Rows) -> Iterator[Series]:

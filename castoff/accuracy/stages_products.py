@@ -56,7 +56,7 @@ def _library_collective(name: str, series: str) -> Stage:
 
 
 def _expert_exchange(phase: str, kind: str, form: str) -> Stage:
-    recipe = Recipe(form=form, knots={"bytes": tuple(float(8**power) for power in range(4, 12))})
+    recipe = Recipe(form=form, knots={"bytes": tuple(2.0 ** (13 + 3 * step) for step in range(7))})
     return Stage(
         name=f"exchanges with experts in {phase}",
         tables=(f"wideep_deepep_{kind}",),

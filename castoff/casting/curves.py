@@ -13,7 +13,7 @@ import numpy as np
 
 from castoff.casting.forms.form import Form, Times, log_at
 from castoff.casting.forms.table import FORMS
-from castoff.dims import Array, Dim, maximum, minimum, some
+from castoff.dims import Array, Dim, maximum, minimum, some, where
 from castoff.errors import CastoffError
 from castoff.ops.work import Kernel, Part
 from castoff.spec.backend import Backend, Curve
@@ -25,6 +25,7 @@ Terms = tuple[Dim, Dim, Dim]
 
 # Fits are evaluated once per value where at most this share of the scenarios have different ones.
 MOST_DISTINCT = 0.25
+LEAST_SECONDS = 1e-30
 # Of the ends of what was measured, which are kept as logarithms.
 ROUNDING = 1e-9
 
@@ -113,8 +114,9 @@ def _measured_factor(sizes: Mapping[str, Dim], fit: Fit, measured: LogGrid, devi
     nearest: dict[str, Dim] = dict(sizes)
     for name, knots in zip(measured.axes, measured.knots, strict=True):
         nearest[name] = minimum(maximum(sizes[name], np.exp(knots[0])), np.exp(knots[-1]))
-    factor: Dim = np.exp(log_at(measured, nearest)) / FORMS[fit.form].times(nearest, fit.coefficients, device).seconds
-    return factor
+    formed_s = FORMS[fit.form].times(nearest, fit.coefficients, device).seconds
+    # A kernel that does not run there takes no time.
+    return where(formed_s > 0, np.exp(log_at(measured, nearest)) / maximum(formed_s, LEAST_SECONDS), 0.0)
 
 
 def corrected(

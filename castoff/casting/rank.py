@@ -160,7 +160,7 @@ def batch_of_rank(setup: Setup, classes: Sequence[RequestClass]) -> Batch:
     computed: Dim = 0
     for entry in classes:
         requests, computed = requests + entry.count, computed + entry.count * entry.query
-    in_flight = ceil_div(resident.requests, part.requests)
+    in_flight = micro_batches(setup, requests)
     return Batch(
         classes=tuple(classes),
         resident=resident,
@@ -170,6 +170,12 @@ def batch_of_rank(setup: Setup, classes: Sequence[RequestClass]) -> Batch:
         requests=requests,
         computed_tokens=computed,
     )
+
+
+def micro_batches(setup: Setup, requests: Dim) -> Dim:
+    """How many micro-batches the requests of the fullest rank are cut into: equal ones, but for the last."""
+    own = ceil_div(requests, setup.mesh.dp.size)
+    return ceil_div(own, ceil_div(requests, setup.mesh.dp.size * setup.mesh.pp.size))
 
 
 def total_tokens(entry: RequestClass) -> int:

@@ -106,9 +106,11 @@ def _dispatch_compute_combine(
     The shared expert is computed while the rows are on their way.
     """
     mesh, hidden = setup.mesh, rows_RD.shape[1]
+    there, back = _exchange(setup, "dispatch"), _exchange(setup, "combine")
     if mesh.parallel.host_external_shared_experts:
-        sent_RD = all_to_all(rows_RD, mesh.ep, shape=(group_tokens / mesh.shared_expert_ranks, hidden))
-        return all_to_all(_shared_mlp(weights, sent_RD), mesh.ep, shape=rows_RD.shape), None
+        held = (group_tokens / mesh.shared_expert_ranks, hidden)
+        sent_RD = all_to_all(rows_RD, mesh.ep, shape=held, exchange=there)
+        return all_to_all(_shared_mlp(weights, sent_RD), mesh.ep, shape=rows_RD.shape, exchange=back), None
     local_rows = _local_rows(setup, group_tokens)
     if setup.quantized_dispatch:
         rows_RD = quantize(rows_RD, weights["mlp.experts.gate_up_proj"])
@@ -118,7 +120,6 @@ def _dispatch_compute_combine(
         touched = _touched(setup, group_tokens)
         return dispatch_ffn_combine(rows_RD, gate_up, down, touched, local_rows, mesh.ep), shared_TD
     own = exchange_counts(counts_E, mesh.ep, mesh.moe_tp)
-    there, back = _exchange(setup, "dispatch"), _exchange(setup, "combine")
     sent_RD = on_parts(
         lambda rows: all_to_all(rows, mesh.ep, shape=(local_rows, rows.shape[1]), rows=own.dispatched, exchange=there),
         rows_RD,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,9 +28,8 @@ class StepTimes(Protocol):
         """That many decode steps of `requests` requests, `context` rows long on average, each growing by `growth` a
         step."""
 
-    def prefill_s(self, tokens: int, context: float, requests: int, longest: int) -> float:
-        """A pass over `tokens` new tokens of `requests` prompts, after `context` rows that each has already on average;
-        the longest of them has `longest` rows afterwards."""
+    def prefill_s(self, prompts: Sequence[tuple[int, int]]) -> float:
+        """A pass over prompts: of each, new tokens and the rows that it has already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,10 +228,7 @@ class Instance:
         return Piece(request, tokens, done, done + tokens == request.rows)
 
     def _prefill(self, pieces: list[Piece]) -> None:
-        tokens = sum(piece.tokens for piece in pieces)
-        context = sum(piece.tokens * piece.context for piece in pieces) / tokens
-        longest = max(piece.context + piece.tokens for piece in pieces)
-        self.now += self.times_of.prefill_s(tokens, context, len(pieces), longest)
+        self.now += self.times_of.prefill_s([(piece.tokens, piece.context) for piece in pieces])
         self.passes += 1
         if self.rules.mixes_prefill and self.running:
             self._advance(1)

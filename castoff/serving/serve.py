@@ -9,7 +9,7 @@ import numpy as np
 
 from castoff.casting.deployment import Deployment, resolve
 from castoff.casting.footprint import Footprint
-from castoff.casting.rank import batch_of_rank, footprint_of, launch_s, record_batch
+from castoff.casting.rank import batch_of_rank, footprint_of, record_batch
 from castoff.dims import Dim, largest
 from castoff.errors import CastoffError
 from castoff.serving.instance import Instance, Rules, fits_alone
@@ -147,7 +147,7 @@ def prepare(model: ModelSpec, device: Device, scenario: Scenario, requests: Requ
     steps = StackSteps(
         decode=decoded,
         prefill=computed,
-        floor_s=float(launch_s(decode.setup, system.prefill_floor_s_per_layer)),
+        setup=decode.setup,
         serving=serving,
         system=system,
         origin=weakest([decode_origin, prefill_origin, serving.origin, system.origin, *assumed]),  # type: ignore[list-item]

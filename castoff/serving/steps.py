@@ -6,6 +6,7 @@ all. A prompt's pass has the time of equal prompts with the same new tokens and 
 
 from __future__ import annotations
 
+import heapq
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ import numpy as np
 
 from castoff.casting.deployment import Deployment
 from castoff.casting.price import any_extrapolated
-from castoff.casting.rank import Cast, cast_batch
+from castoff.casting.rank import Cast, cast_batch, launch_s, micro_batches
 from castoff.dims import Array
+from castoff.model.setup import Setup
 from castoff.spec.backend import Origin
 from castoff.spec.scenario import RequestClass
 from castoff.spec.serving import ServingCost, ServingSystem
@@ -78,7 +80,7 @@ class PassGrid:
     requests: tuple[float, ...]
     seconds_NCR: tuple[tuple[tuple[float, ...], ...], ...] = field(repr=False)
 
-    def pass_s(self, tokens: float, context: float, requests: int) -> float:
+    def pass_s(self, tokens: float, context: float, requests: float) -> float:
         """Seconds of one pass."""
         total = 0.0
         along_requests = _ends(self.requests, requests)
@@ -100,10 +102,31 @@ class PrefillTable:
     short: PassGrid | None
     topk: int
 
-    def pass_s(self, tokens: int, context: float, requests: int, longest: int) -> float:
-        """Seconds of one pass. tokens: new ones of all its requests. context: mean of what they have already."""
+    def pass_s(self, prompts: Sequence[tuple[int, int]], ranks: int = 1) -> float:
+        """Seconds of one pass over prompts, each of so many new tokens after so many rows, dealt to attention-DP ranks.
+
+        It is priced as equal prompts of which the busiest rank has as many tokens and requests, and all ranks together
+        as many tokens, as of these.
+        """
+        busiest = _busiest(prompts, ranks)
+        tokens, longest = sum(new for new, _ in prompts), max(new + rows for new, rows in prompts)
+        own = sum(new for new, _ in busiest)
+        context = sum(new * rows for new, rows in busiest) / own
         grid = self.long if self.short is None or longest > self.topk else self.short
-        return grid.pass_s(tokens / requests, context, requests)
+        return grid.pass_s(own / len(busiest), context, len(busiest) * tokens / own)
+
+
+def _busiest(prompts: Sequence[tuple[int, int]], ranks: int) -> Sequence[tuple[int, int]]:
+    """What the rank with most tokens gets, if the longest prompts go to the least busy ranks first."""
+    if ranks == 1:
+        return prompts
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(min(ranks, len(prompts)))]
+    by_tokens = [(0, rank) for rank in range(len(dealt))]
+    for prompt in sorted(prompts, reverse=True):
+        tokens, rank = by_tokens[0]
+        dealt[rank].append(prompt)
+        heapq.heapreplace(by_tokens, (tokens + prompt[0], rank))
+    return dealt[max(by_tokens)[1]]
 
 
 def _ends(knots: Sequence[float], value: float) -> tuple[tuple[int, float], ...]:
@@ -117,11 +140,11 @@ def _ends(knots: Sequence[float], value: float) -> tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSteps:
-    """Passes of a stack: the device's time and the host's. floor_s: what the host needs to launch one op by op."""
+    """Passes of a stack: the device's time and the host's."""
 
     decode: DecodeTable
     prefill: PrefillTable
-    floor_s: float
+    setup: Setup
     serving: ServingCost
     system: ServingSystem
     origin: Origin
@@ -130,14 +153,18 @@ class StackSteps:
         """Seconds of that many decode steps. Op by op, the host may take longer than the device."""
         device_s = self.decode.sum_s(requests, context, growth, steps)
         if requests > self.decode.graphs:
-            device_s = max(device_s, steps * self.floor_s)
+            device_s = max(device_s, steps * self.floor_s(requests))
         return device_s + steps * self.system.host_s_per_decode_step
 
-    def prefill_s(self, tokens: int, context: float, requests: int, longest: int) -> float:
+    def prefill_s(self, prompts: Sequence[tuple[int, int]]) -> float:
         """Seconds of a prompt's pass, with the part of the host's time in which decodes wait."""
-        device_s = self.serving.prefill_factor * self.prefill.pass_s(tokens, context, requests, longest)
+        device_s = self.serving.prefill_factor * self.prefill.pass_s(prompts, self.setup.mesh.dp.size)
         stall_s = self.serving.host_prefill_stall_share * self.system.host_s_per_prefill
-        return max(device_s, self.floor_s) + stall_s
+        return max(device_s, self.floor_s(len(prompts))) + stall_s
+
+    def floor_s(self, requests: int) -> float:
+        """What the host needs to launch a pass over so many requests op by op."""
+        return float(launch_s(self.setup, self.system.prefill_floor_s_per_layer, micro_batches(self.setup, requests)))
 
     @property
     def delay_s(self) -> float:

@@ -195,10 +195,17 @@ def _read_layers(name_or_path: str, device: str | None, depth: int) -> list[Tabl
     fitted_on = table.text("device") if "device" in table.values else None
     if fitted_on is not None and device not in (None, fitted_on):
         raise table.fault("device", f"is {fitted_on}: its fits do not hold on {device}")
+    if _has_own_fits(table) and not any("device" in layer.values for layer in (*below, table)):
+        raise table.fault("device", "is missing: it is the one that the file's [fits] hold on")
     shipped = None if device is None else shipped_fits(name_or_path, device)
     if shipped is None:
         return [*below, table]
     return [*below, table, Table(file=str(shipped), values={"fits": read_toml(shipped).values["fits"]})]
+
+
+def _has_own_fits(table: Table) -> bool:
+    fits = table.table("fits") if "fits" in table.values else None
+    return fits is not None and any("of" not in fits.table(kernel).values for kernel in fits.values)
 
 
 @cache

@@ -3,7 +3,7 @@
 Forms are in `castoff.casting.forms`; here is what a file says of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from math import prod
@@ -15,7 +15,8 @@ from castoff.dims import Array
 from castoff.spec.toml_file import Table, shown
 
 LARGEST_LOG_FACTOR = 5.0
-MOST_SECONDS = 1e3
+# What a kernel may take.
+LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e3
 
 FitOrigin = Literal["measured", "calibrated", "assumed"]
 
@@ -108,8 +109,8 @@ def _read_correction(table: Table) -> LogGrid:
 
 def _read_measured(table: Table) -> LogGrid:
     grid = _read_grid(table, "seconds")
-    if np.min(grid.values) <= 0 or np.max(grid.values) > MOST_SECONDS:
-        raise table.fault("seconds", f"must be above 0 and at most {MOST_SECONDS:g}")
+    if np.min(grid.values) < LEAST_SECONDS or np.max(grid.values) > MOST_SECONDS:
+        raise table.fault("seconds", f"must be from {LEAST_SECONDS:g} to {MOST_SECONDS:g}, got {_listed(grid.values)}")
     return replace(grid, values=np.log(grid.values))
 
 
@@ -120,7 +121,7 @@ def _read_grid(table: Table, key: str) -> LogGrid:
     knots = {name: axes.numbers(name) for name in axes.values}
     for name, places in knots.items():
         if len(places) < 2 or min(places) <= 0 or any(a >= b for a, b in pairwise(places)):
-            raise axes.fault(name, f"must be two or more ascending numbers above 0, got {shown(axes.values[name])}")
+            raise axes.fault(name, f"must be two or more ascending numbers above 0, got {_listed(places)}")
     values = table.numbers(key)
     shape = tuple(len(places) for places in knots.values())
     if not knots or len(values) != prod(shape):
@@ -130,3 +131,7 @@ def _read_grid(table: Table, key: str) -> LogGrid:
         knots=tuple(np.log(places) for places in knots.values()),
         values=np.array(values).reshape(shape),
     )
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return f"[{', '.join(f'{number:g}' for number in np.ravel(list(numbers)))}]"

@@ -132,7 +132,7 @@ def fit_factor(prompts: Sequence[Case]) -> float:
     It takes all of the host for the device's, which on a long prompt is little: an upper bound. Short prompts say
     nothing of it, since the host's floor is longer than their passes.
     """
-    ratios = [case.point.ttft_s / case.prepared.steps.prefill.pass_s(case.point.isl, 0, 1, case.point.isl) for case in prompts]
+    ratios = [case.point.ttft_s / case.prepared.steps.prefill.pass_s([(case.point.isl, 0)]) for case in prompts]
     return float(np.mean(ratios))
 
 

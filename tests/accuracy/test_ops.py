@@ -130,6 +130,17 @@ def test_exchanges_with_experts(tmp_path: Path) -> None:
     assert roofline_s(tables["deepep_ll_combine"]) == pytest.approx(2 * moved)
 
 
+def test_exchanges_that_cannot_be(tmp_path: Path) -> None:
+    columns = {
+        "op_name": ["ll", "normal"], "num_token": [64] * 2, "hidden_size": [6144] * 2, "num_topk": [1000, 8],
+        "num_experts": [256] * 2, "node_num": [1] * 2, "dispatch_avg_t_us": [9.0] * 2, "combine_avg_t_us": [9.0] * 2,
+    }  # fmt: skip
+    write_table(tmp_path, columns, "wideep_deepep_ll")
+    for table in ops_accuracy(tmp_path).tables:
+        assert table.rows_scored == 0
+        assert table.excluded == {"an op_name other than ll": 1, "more experts of a token than there are": 1}
+
+
 def test_normal_exchanges_on_other_multiprocessors_are_left_out(tmp_path: Path) -> None:
     columns = {
         "op_name": ["normal"] * 2, "num_token": [64] * 2, "hidden_size": [6144] * 2, "num_topk": [8] * 2,

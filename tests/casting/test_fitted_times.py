@@ -17,6 +17,7 @@ from castoff.ops.program import Recorder
 from castoff.ops.work import Kernel
 from castoff.spec.backend import load_backend
 from castoff.spec.device import load_device
+from castoff.spec.fits import LogGrid
 from tests.casting.fitted import MEASURED, TIMED, fitted_backend
 
 FITS = {device: load_backend("sglang", device).fits for device in ("h100_sxm", "h200_sxm", "b200_sxm")}
@@ -79,3 +80,13 @@ def test_a_cast_says_that_times_are_measured(tmp_path: Path) -> None:
 
 def plain_weight(recorder: Recorder) -> Weight:
     return Weight(recorder.tensor(512, 4096, kind="weight"), None, None)
+
+
+def test_measured_seconds_of_a_kernel_that_does_not_run(tmp_path: Path) -> None:
+    ours = load_backend("sglang", "h200_sxm").fits["topk_prefill"]
+    grid = LogGrid(axes=("queries",), knots=(np.log([1024.0, 8192.0]),), values=np.log([1e-5, 2e-5]))
+    fit = replace(ours, measured=grid, correction=None)
+    sizes = {"queries": 2048.0, "selecting": 100.0, "excess": 5000.0, "topk": 2048.0}
+    for sparse, wanted in ((1.0, 1e-5 * 2 ** (1 / 3)), (0.0, 0.0)):
+        found = fitted_times(Kernel("x", (), {**sizes, "sparse": sparse}), fit, H200)
+        assert float(found.times.seconds) == pytest.approx(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from castoff.serving.instance import Rules, StepTimes
@@ -23,9 +24,10 @@ class Affine:
         rows = requests * (steps * context + growth * steps * (steps - 1) / 2)
         return steps * (self.base_s + requests * self.request_s) + rows * self.row_s
 
-    def prefill_s(self, tokens: int, context: float, requests: int, longest: int) -> float:
-        sparse_s = self.base_s if longest > self.topk else 0.0
-        return self.base_s + sparse_s + tokens * (self.token_s + context * 1e-8) + requests * self.request_s
+    def prefill_s(self, prompts: Sequence[tuple[int, int]]) -> float:
+        sparse_s = self.base_s if max(new + rows for new, rows in prompts) > self.topk else 0.0
+        each_s = sum(new * (self.token_s + rows * 1e-8) + self.request_s for new, rows in prompts)
+        return self.base_s + sparse_s + each_s
 
 
 @dataclass(slots=True, eq=False)
@@ -174,10 +176,7 @@ def simulate(requests: Requests, times: StepTimes, rules: Rules) -> Stepped:
                 if asked.queued is None:
                     asked.queued = now - (asked.arrival + rules.delay_s)
         if pieces:
-            tokens = sum(new for _, new, _ in pieces)
-            context = sum(new * done for _, new, done in pieces) / tokens
-            longest = max(new + done for _, new, done in pieces)
-            now += times.prefill_s(tokens, context, len(pieces), longest)
+            now += times.prefill_s([(new, done) for _, new, done in pieces])
             passes += 1
             if rules.mixes_prefill and running:
                 decode()

@@ -124,7 +124,7 @@ def test_memory_for_all_means_no_wait_for_memory(requests: Requests, chunk: int)
 def test_one_request() -> None:
     times = Affine()
     served = serve(Requests((100,), (11,), None, 1), replace(RULES, chunk_tokens=64), times)
-    passes = times.prefill_s(64, 0, 1, 64) + times.prefill_s(36, 64, 1, 100)
+    passes = times.prefill_s([(64, 0)]) + times.prefill_s([(36, 64)])
     assert served.ttft_s[0] == pytest.approx(0.003 + passes)
     assert served.tpot_s[0] == pytest.approx(times.decode_s(1, 100, 1.0, 10) / 10)
     assert served.kv_peak_tokens == 110
@@ -142,7 +142,7 @@ def test_a_prompt_makes_decodes_wait() -> None:
     alone = serve(Requests((10,), (200,), (0.0,)), RULES, times)
     both = serve(Requests((10, 60), (200, 2), (0.0, 0.5)), RULES, times)
     stall = both.finish_s[0] - alone.finish_s[0]
-    assert stall > times.prefill_s(60, 0, 1, 60)
+    assert stall > times.prefill_s([(60, 0)])
     mixed = serve(Requests((10, 60), (200, 2), (0.0, 0.5)), replace(RULES, mixes_prefill=True), times)
     assert mixed.decode_steps <= both.decode_steps
 

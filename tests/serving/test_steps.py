@@ -34,6 +34,11 @@ def seconds(deployment: Deployment, requests: float, context: float, query: floa
     return float(cast_batch(deployment, [RequestClass(requests, context, query)]).latency_s)
 
 
+def alike(tokens: int, context: int, requests: int) -> list[tuple[int, int]]:
+    """Prompts as equal as whole tokens allow."""
+    return [(len(range(first, tokens, requests)), context) for first in range(requests)]
+
+
 @pytest.mark.property
 @given(st.integers(1, 8), st.floats(0, 60), st.sampled_from([0.0, 1.0, 2.7]), st.integers(1, 90))
 def test_a_sum_is_its_steps(requests: int, context: float, growth: float, steps: int) -> None:
@@ -65,11 +70,18 @@ def test_batches_without_a_graph() -> None:
     assert own is not None
     prefill, origin, _ = prefill_table(deployment(Workload(query_length=1)), EXTENT)
     system = own.system("h200_sxm")
-    steps = StackSteps(decode=table, prefill=prefill, floor_s=0.08, serving=own, system=system, origin=origin)
-    assert steps.decode_s(9, 100, 1, 2) >= 2 * (steps.floor_s + system.host_s_per_decode_step)
+    steps = StackSteps(
+        decode=table,
+        prefill=prefill,
+        setup=deployment(Workload(decode=True)).setup,
+        serving=own,
+        system=system,
+        origin=origin,
+    )
+    assert steps.decode_s(9, 100, 1, 2) >= 2 * (steps.floor_s(9) + system.host_s_per_decode_step)
     assert steps.decode_s(8, 100, 1, 2) < steps.decode_s(9, 100, 1, 2)
     stall = own.host_prefill_stall_share * system.host_s_per_prefill
-    assert steps.prefill_s(1, 0, 1, 1) == pytest.approx(steps.floor_s + stall)
+    assert steps.prefill_s([(1, 0)]) == pytest.approx(steps.floor_s(1) + stall)
     assert steps.delay_s + stall == pytest.approx(system.host_s_per_prefill)
 
 
@@ -88,7 +100,7 @@ def test_prefill_table_is_near_the_cast(tokens: int, context: int, requests: int
     own = deployment(Workload(query_length=1))
     table, *_ = prefill_table(own, EXTENT)
     wanted = seconds(own, float(requests), float(context), tokens / requests)
-    assert table.pass_s(tokens, context, requests, context + tokens // requests) == pytest.approx(wanted, rel=0.03)
+    assert table.pass_s(alike(tokens, context, requests)) == pytest.approx(wanted, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +115,27 @@ def test_prompts_about_as_long_as_the_selection(tokens: int, context: int, reque
     scenario = replace(as_served("sglang", DEVICE, MODEL, TP8), workload=Workload(query_length=1))
     own = without_host(resolve(MODEL, DEVICE, scenario))
     table, *_ = prefill_table(own, EXTENT)
-    longest = context + -(-tokens // requests)
     wanted = seconds(own, float(requests), float(context), tokens / requests)
-    assert table.pass_s(tokens, context, requests, longest) == pytest.approx(wanted, rel=0.06)
-    # One request beyond makes the pass sparse, whatever the mean.
-    beyond = seconds(own, float(requests), max(context, 2049 - tokens / requests), tokens / requests)
-    assert table.pass_s(tokens, context, requests, 2049) == pytest.approx(beyond, rel=0.06)
+    assert table.pass_s(alike(tokens, context, requests)) == pytest.approx(wanted, rel=0.06)
+
+
+def test_one_prompt_beyond_the_selection_makes_the_pass_sparse() -> None:
+    scenario = replace(as_served("sglang", DEVICE, MODEL, TP8), workload=Workload(query_length=1))
+    own = without_host(resolve(MODEL, DEVICE, scenario))
+    table, *_ = prefill_table(own, EXTENT)
+    ragged = [RequestClass(1, 0, 2060), RequestClass(3, 0, 1000)]
+    wanted = float(cast_batch(own, ragged).latency_s)
+    assert table.pass_s([(2060, 0), *[(1000, 0)] * 3]) == pytest.approx(wanted, rel=0.06)
+
+
+@pytest.mark.parametrize("prompts", [(8000, *[1] * 15), (6000, *[10] * 15), (3000, 3000, 2192), (512,) * 16, (2040, 8)])
+def test_the_busiest_attention_rank_counts(prompts: tuple[int, ...]) -> None:
+    scenario = as_served("sglang", DEVICE, MODEL, Parallel(num_devices=16, dp_size=16, ep_size=16))
+    own = without_host(resolve(MODEL, DEVICE, replace(scenario, workload=Workload(query_length=1))))
+    table, *_ = prefill_table(own, EXTENT)
+    counts = {length: prompts.count(length) for length in prompts}
+    wanted = float(cast_batch(own, [RequestClass(count, 0, length) for length, count in counts.items()]).latency_s)
+    assert table.pass_s([(length, 0) for length in prompts], 16) == pytest.approx(wanted, rel=0.1)
 
 
 @pytest.mark.property
@@ -121,14 +148,13 @@ def test_every_pass_has_a_time(longest: int, most: int, chunk: int, data: st.Dat
     for _ in range(50):
         tokens = data.draw(st.integers(1, chunk))
         requests = data.draw(st.integers(1, min(most, tokens)))
-        context = data.draw(st.floats(0, longest))
-        for end in (1, 100_000):
-            assert table.pass_s(tokens, context, requests, end) > 0
+        context = data.draw(st.integers(0, longest))
+        assert table.pass_s(alike(tokens, context, requests), data.draw(st.integers(1, 8))) > 0
 
 
 def test_longer_passes_take_longer() -> None:
     table, *_ = prefill_table(deployment(Workload(query_length=1)), EXTENT)
-    times = [table.pass_s(tokens, 1000, 1, 1000 + tokens) for tokens in range(64, 8192, 61)]
+    times = [table.pass_s([(tokens, 1000)]) for tokens in range(64, 8192, 61)]
     assert (np.diff(times) > 0).all()
-    contexts = [table.pass_s(2048, context, 1, 2048 + context) for context in range(0, 9000, 97)]
+    contexts = [table.pass_s([(2048, context)]) for context in range(0, 9000, 97)]
     assert (np.diff(contexts) >= 0).all()

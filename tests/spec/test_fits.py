@@ -35,6 +35,13 @@ def test_a_file_holds_on_its_device(tmp_path: Path) -> None:
     assert fitted_device("nvidia") is None
 
 
+def test_fits_name_their_device(tmp_path: Path) -> None:
+    path = fitted_backend(tmp_path)
+    Path(path).write_text(Path(path).read_text().replace('device = "h200_sxm"\n', ""))
+    with pytest.raises(CastoffError, match=r"device is missing: it is the one that the file's \[fits\] hold on"):
+        load_backend(path, "h200_sxm")
+
+
 def test_files_extend_each_other(tmp_path: Path) -> None:
     below = fitted_backend(tmp_path, name="below.toml")
     above = tmp_path / "above.toml"
@@ -117,8 +124,8 @@ def test_faults(tmp_path: Path, given: str, instead: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "instead", "message"),
     [
-        ("seconds = [1e-5", "seconds = [0", "seconds must be above 0"),
-        ("seconds = [1e-5", "seconds = [1e5", "seconds must be above 0 and at most 1000"),
+        ("seconds = [1e-5", "seconds = [0", "seconds must be from 1e-09 to 1000, got"),
+        ("seconds = [1e-5", "seconds = [1e5", "seconds must be from 1e-09 to 1000, got"),
         ("2e-5, 4e-5, ", "", "must be 6 numbers"),
         ("axes = { m", "axes = { rows", "measured.axes must be of m, n, k, got rows"),
         ("seconds =", "values =", "unknown key 'values'"),

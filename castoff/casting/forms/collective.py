@@ -1,6 +1,6 @@
 """Forms of collectives among `ranks` devices of one tier, by the bytes of the whole tensor.
 
-Exchanges of token copies with experts also know the experts of all ranks and the copies of a token.
+Exchanges with experts also know the bytes of a token's copy, the experts of all ranks and the copies of a token.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from castoff.dims import Dim, maximum, minimum, where
 from castoff.spec.device import Device
 
 SIZES = ("bytes", "ranks")
+# A row in another format than those measured is of another size, too.
+EXPERT_SIZES = (*SIZES, "row_bytes", "experts", "experts_per_token")
 # Beyond these a stack leaves all-reduce to its communication library.
 LARGEST_OWN_BYTES = 2.0**24
 RAMP_BYTES = 3e4
+# Of links and the cores that fill them, as good as of products: chosen, not fitted.
 OVERLAP = 3.0
 
 
@@ -97,7 +100,7 @@ EXCHANGE = Form(_exchange, {"launch_s": 8e-6, "rank_s": 5e-7, "link_efficiency":
 EXPERT_COPIES = Form(
     _expert_copies,
     {"launch_s": 8e-6, "expert_s": 1e-7, "link_efficiency": 0.6, "expert_byte_s": 2e-10},
-    (*SIZES, "experts"),
+    EXPERT_SIZES,
 )
 EXPERT_TOKENS = Form(
     _expert_tokens,
@@ -105,5 +108,5 @@ EXPERT_TOKENS = Form(
         "launch_s": 25e-6, "row_byte_launch_s": 1e-9, "row_s": 5e-9, "link_efficiency": 0.8, "token_byte_s": 5e-12,
         "ramp_s": 1e-6,
     },
-    (*SIZES, "row_bytes", "experts", "experts_per_token"),
+    EXPERT_SIZES,
 )  # fmt: skip
