@@ -171,6 +171,8 @@ def _calibrate_tables(tables: Path, device: str, backend: str, output: Path, jso
         result = fitting.calibrate(tables, device=device, backend=backend, progress=progress)
     write_file(output, fits_toml(result))
     _report(json, result.stages, calibration_table(result))
+    if json != "-":
+        print_text(f"\nwritten: {output}\ncastoff cast MODEL --device {device} --backend {output}\n")
 
 
 def _calibrate_machine(

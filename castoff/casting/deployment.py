@@ -8,7 +8,7 @@ from castoff.casting.curves import check_fits
 from castoff.casting.hits import Pool, check_hits, pool_of
 from castoff.casting.price import Measured, Pricing
 from castoff.model.setup import Setup, resolve_setup
-from castoff.spec.backend import load_backend
+from castoff.spec.backend import as_assumed, load_backend
 from castoff.spec.device import Device
 from castoff.spec.model import ModelSpec
 from castoff.spec.scenario import Scenario
@@ -32,10 +32,15 @@ def resolve(model: ModelSpec, device: Device, scenario: Scenario, *, measured: M
     """
     backend = load_backend(device.default_backend if scenario.backend is None else scenario.backend, device.name)
     check_fits(backend, device)
+    notes: tuple[str, ...] = ()
+    if backend.vendor not in (None, device.vendor):
+        notes = (f"{backend.name} is for devices of {backend.vendor}; on {device.name} all its figures are assumed",)
+        backend = as_assumed(backend)
     setup = resolve_setup(model, device, backend, scenario, scenario.workload.mode)
     check_hits(setup, scenario)
     reads_pools = scenario.offload.offloads and setup.mode == "decode"
-    pool, notes = pool_of(setup, scenario) if reads_pools else (None, ())
+    pool, pool_notes = pool_of(setup, scenario) if reads_pools else (None, ())
+    notes = (*notes, *pool_notes)
     published, priced = model.checkpoint_quant, setup.expert.action
     if published is not None and priced != published.action:
         notes = (

@@ -132,7 +132,7 @@ def _extrapolations(result: Cast, pricing: Pricing) -> list[str]:
         return []
     named = "; ".join(f"{curve} {sizes}" for curve, sizes in list(found.items())[:MOST_NAMED])
     rest = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return [f"{calls:,} kernels lie beyond the ranges fitted: {named}{rest}"]
+    return [f"launches of kernels beyond the ranges fitted: {calls:,}, of {named}{rest}"]
 
 
 def _notes(model: ModelSpec, compilation: Compilation, result: Cast, pool: Pool | None) -> list[str]:

@@ -129,7 +129,8 @@ def stall_s(cast: Cast, pricing: Pricing) -> Dim:
     """How much of a latency is due to the link to host memory: what it would lack with one that takes no time."""
     unlinked = schedule(cast.program, price_program(cast.program, without_link(pricing)))
     device_s = _latency(unlinked, cast.batch, cast.setup.mode)
-    return maximum(0.0, cast.latency_s - device_s - _host_s(cast.setup, pricing.backend, cast.batch, device_s))
+    without_s = device_s + _host_s(cast.setup, pricing.backend, cast.batch, device_s)
+    return maximum(0.0, cast.latency_s - without_s)
 
 
 def record_batch(deployment: Deployment, batch: Batch, *, repeat: bool = True) -> Program:

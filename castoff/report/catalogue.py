@@ -174,6 +174,7 @@ def backend_details(backend: Backend, fits: Mapping[str, Mapping[str, Fit]]) -> 
     """One backend with the source of each figure, for `castoff show`. fits: by device."""
     made = _sourced(f"{backend.name}: {backend.description}")
     stack = backend.sources["stack"]
+    made.add_row("devices", "of all vendors" if backend.vendor is None else f"of {backend.vendor}", stack)
     made.add_row("fusions", ", ".join(sorted(backend.fusions)) or "none", stack)
     made.add_row("MTP window", f"whole on {backend.mtp_window} draft call", stack)
     made.add_row("dispatch", "in the experts' format" if backend.quantized_dispatch else "in bf16", stack)
@@ -209,10 +210,19 @@ def _fits_table(device: str, fits: Mapping[str, Fit]) -> Table:
     made = table(f"Fitted on {device}: errors on sites left out", ["kernel", "form", "rows", "median", "p90"], left=2)
     made.add_column("numbers", justify="right")
     for kernel, fit in fits.items():
-        grid = 0 if fit.correction is None else fit.correction.values.size
+        grid = sum(own.values.size for own in (fit.correction, fit.measured) if own is not None)
         numbers = len(fit.coefficients) + len(fit.features) + grid
-        errors = percent(fit.median_abs_error), percent(fit.p90_abs_error)
-        made.add_row(kernel, fit.form, count(fit.rows), *errors, count(numbers))
+        if fit.measured is None:
+            made.add_row(
+                kernel,
+                fit.form,
+                count(fit.rows),
+                percent(fit.median_abs_error),
+                percent(fit.p90_abs_error),
+                count(numbers),
+            )
+        else:
+            made.add_row(kernel, f"{fit.form} beyond measured times", count(fit.rows), "–", "–", count(numbers))
     return made
 
 

@@ -14,6 +14,8 @@ from castoff.report.units import count, gib_text, percent
 from castoff.spec.quant import AttentionAction
 from castoff.spec.scenario import RequestClass
 
+# Of the step, beyond which the host is what it waits for.
+HOST_BOUND = 0.5
 _WAITS_FOR: dict[Bound, str] = {
     "compute": "the matrix units",
     "vector": "the vector units",
@@ -75,16 +77,21 @@ def verdict(report: StepReport) -> str:
         if memory.fits_device:
             over, where = largest(memory.host_kv_bytes) - memory.host_bytes_capacity, "of host memory per device"
         fits = f"it does not fit: {gib_text(over)} too much {where}"
-    return (
-        f"Bound by {bound}: the step waits for {_WAITS_FOR[bound]} in {percent(share)} of its op time, most of it in "
-        f"{top.name}; {fits}.{_origins(prediction)}"
-    )
+    waits = f"for {_WAITS_FOR[bound]} in {percent(share)} of its op time, most of it in {top.name}"
+    host = float(prediction.cast.host_s) / prediction.latency_s
+    if host > HOST_BOUND:
+        whose = (
+            f"Bound by the host, which takes {percent(host)} of the step beside the device's work; that waits {waits}"
+        )
+    else:
+        whose = f"Bound by {bound}: the step waits {waits}"
+    return f"{whose}; {fits}.{_origins(prediction)}"
 
 
 def _origins(prediction: Prediction) -> str:
     """How much of the op time is fitted to measurements, and what the rest is; nothing where nothing is."""
     seconds = origin_seconds(prediction)
-    if "calibrated" not in seconds:
+    if not seconds.keys() & {"measured", "calibrated"}:
         return ""
     whole = sum(seconds.values())
     shares = ", ".join(f"{percent(own / whole)} {origin}" for origin, own in seconds.items())

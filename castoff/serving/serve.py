@@ -22,7 +22,7 @@ from castoff.spec.hit_profile import Hits
 from castoff.spec.model import ModelSpec
 from castoff.spec.quant import LinearAction
 from castoff.spec.scenario import Compilation, Mtp, Parallel, Quant, RequestClass, Scenario, Workload
-from castoff.spec.serving import ServingCost
+from castoff.spec.serving import ServingCost, ServingSystem
 
 DEFAULT_BACKEND = "sglang"
 _PROBE_TOKENS = 65536
@@ -74,7 +74,9 @@ def as_served(
 def serving_of(backend: Backend) -> ServingCost:
     """How a backend serves. Raises CastoffError where its file does not say."""
     if backend.serving is None:
-        known = [name for name in shipped_backends() if load_backend(name).serving is not None]
+        shipped = [load_backend(name) for name in shipped_backends()]
+        known = [other.name for other in shipped if other.serving is not None and other.vendor == backend.vendor]
+        known = known or [other.name for other in shipped if other.serving is not None]
         raise CastoffError(
             f"the backend {backend.name} does not say how it serves: its file has no [serving]; take "
             f"{' or '.join(known)} as the scenario's backend, or a file with that section"
@@ -154,8 +156,17 @@ def prepare(model: ModelSpec, device: Device, scenario: Scenario, requests: Requ
     )
     beyond = [name for name, is_so in (("decode", decode_beyond), ("prefill", prefill_beyond)) if is_so]
     marks = [f"the largest {name} passes that may come up lie beyond the sizes that were fitted" for name in beyond]
-    notes = (*decode.notes, *marks)
+    notes = (*decode.notes, *_cache_notes(decode, system), *marks)
     return Prepared(steps=steps, rules=replace(rules, delay_s=steps.delay_s), decode=decode, notes=notes)
+
+
+def _cache_notes(deployment: Deployment, system: ServingSystem) -> list[str]:
+    """What differs from the stack's own cache, which decides how many requests there is memory for."""
+    cache, backend = deployment.setup.cache.action, deployment.pricing.backend
+    if cache == system.kv_action:
+        return []
+    own, asked = ("bf16" if action == "DISABLED" else action for action in (system.kv_action, cache))
+    return [f"{backend.name} serves from a {own} KV cache on {deployment.pricing.device.name}; this one is in {asked}"]
 
 
 def kv_capacity(decode: Deployment, prefill: Deployment, serving: ServingCost, chunk_tokens: int) -> Capacity:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Literal, get_args
 
+from castoff.spec.device import Vendor
 from castoff.spec.fits import Fit, read_fit
 from castoff.spec.serving import ServingCost, read_serving, serving_sources
 from castoff.spec.toml_file import Table, find_toml, read_toml, shipped_fit_devices, shipped_fits, shipped_names, shown
@@ -88,6 +89,7 @@ class HostRows:
 class Backend:
     """One serving stack.
 
+    vendor: of the devices that it is for; None where it is for all.
     fusions: the fused ops it has, of `FUSIONS`.
     curves: by op family, with `default` for the families that have none of their own; see `curve`.
     host_s_per_step, host_origins: host time by mode (prefill, decode) that no device work hides.
@@ -106,6 +108,7 @@ class Backend:
 
     name: str
     description: str
+    vendor: Vendor | None = None
     fusions: frozenset[str]
     curves: Mapping[str, Curve] = field(hash=False)
     collectives: CollectiveCost
@@ -154,6 +157,18 @@ def _loaded(name_or_path: str, device: str | None) -> Backend:
         host_s_per_step=host_s,
         prefill_floor_s_per_layer=system.prefill_floor_s_per_layer,
         host_origins={"prefill": prefill, "decode": system.origin},
+    )
+
+
+def as_assumed(backend: Backend) -> Backend:
+    """The same where nobody measured it: every figure is assumed."""
+    host_rows = backend.host_rows
+    return replace(
+        backend,
+        curves={family: replace(curve, origin="assumed") for family, curve in backend.curves.items()},
+        collectives=replace(backend.collectives, origin="assumed"),
+        host_origins=dict.fromkeys(MODES, "assumed"),
+        host_rows=None if host_rows is None else replace(host_rows, origin="assumed"),
     )
 
 
@@ -259,7 +274,18 @@ def _fit_of(name_or_path: str, kernel: str, device: str | None) -> Table | None:
 
 def _read_backend(table: Table) -> Backend:
     table.only(
-        ("name", "description", "stack", "host_s_per_step", "collectives", "host_link", "curves", "fits", "serving")
+        (
+            "name",
+            "description",
+            "vendor",
+            "stack",
+            "host_s_per_step",
+            "collectives",
+            "host_link",
+            "curves",
+            "fits",
+            "serving",
+        )
     )
     stack = table.table("stack")
     held = "prompt_hidden_states"
@@ -276,6 +302,7 @@ def _read_backend(table: Table) -> Backend:
     return Backend(
         name=table.text("name"),
         description=table.text("description"),
+        vendor=table.choice("vendor", get_args(Vendor)) if "vendor" in table.values else None,
         fusions=frozenset(stack.choices("fusions", sorted(FUSIONS))),
         curves=curves,
         collectives=collectives,

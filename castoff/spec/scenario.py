@@ -75,7 +75,8 @@ class Parallel:
     enable_shared_expert_tp: split the shared expert over the TP group instead of replicating it; needs ep_size > 1.
     enable_external_shared_experts: give 1 rank in num_experts_per_tok the shared experts alone.
     host_external_shared_experts: predict such a rank instead of one with routed experts.
-    expert_load_imbalance: rows of the busiest expert rank over the mean, at least 1.
+    expert_load_imbalance: rows of the busiest expert rank over the mean, at least 1, and at least what a backend's own
+        skew of expert loads makes of it.
     """
 
     num_devices: int = 1

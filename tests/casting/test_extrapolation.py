@@ -43,7 +43,7 @@ def test_marks_of_a_prediction(tmp_path: Path) -> None:
     ops = {op.name: op for op in op_summaries(found)}
     linear, router = ops["linear"], ops["moe_gate"]
     assert linear.extrapolated == linear.calls
-    assert note == f"{linear.calls + router.calls:,} kernels lie beyond the ranges fitted: matmul_bf16 m=4"
+    assert note == f"launches of kernels beyond the ranges fitted: {linear.calls + router.calls:,}, of matmul_bf16 m=4"
     assert linear.origin == "analytic"
     assert not any("beyond" in note for note in prediction(fitted_backend(tmp_path)).notes)
 

@@ -8,6 +8,8 @@ import pytest
 import castoff
 from castoff import Offload, Parallel, Prediction, Quant, Scenario, Workload
 from castoff.ops.collectives import ExpertExchange
+from castoff.report.step import step_report
+from castoff.report.words import verdict
 from castoff.spec.device import load_device
 from tests.generators import GLM_5
 
@@ -65,3 +67,20 @@ def test_redundant_experts_are_among_those_that_exchanges_know() -> None:
         ("combine", "decode", 264),
     }
     assert all(isinstance(each, ExpertExchange) for each in found)
+
+
+def test_the_verdict_names_the_host_where_it_takes_longest() -> None:
+    assert verdict(step_report(prefill(64))).startswith("Bound by the host, which takes ")
+    assert verdict(step_report(prefill(8192))).startswith("Bound by ")
+    assert "the host" not in verdict(step_report(prefill(8192)))
+
+
+def test_figures_of_another_vendor_s_stack_are_assumed() -> None:
+    ours, theirs = (
+        castoff.cast(GLM_5, H200, replace(TP8, backend=backend, workload=Workload(context_length=4096)))
+        for backend in ("nvidia", "cann-ge")
+    )
+    assert not any("devices of" in note for note in ours.notes)
+    assert "cann-ge is for devices of ascend; on h200_sxm all its figures are assumed" in theirs.notes
+    origins = {price.origin for block in theirs.cast.prices.values() for price in block}
+    assert origins == {"assumed"}

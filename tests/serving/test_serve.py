@@ -167,3 +167,10 @@ def test_passes_beyond_the_fits_are_noted() -> None:
 def test_loads_that_cannot_be(load: ClosedLoop | Arrivals, message: str) -> None:
     with pytest.raises(castoff.CastoffError, match=message):
         serve(workload=load)
+
+
+def test_another_cache_than_the_stack_s_is_noted() -> None:
+    fp8 = replace(TP8, quant=replace(TP8.quant, quantize_attention_action="FP8"))
+    note = "sglang serves from a bf16 KV cache on h200_sxm; this one is in FP8"
+    assert note in serve(fp8).notes
+    assert not any("KV cache" in note for note in serve().notes)
