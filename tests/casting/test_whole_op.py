@@ -82,7 +82,8 @@ def test_a_whole_op_beyond_its_range_is_noted(tmp_path: Path) -> None:
     ranges = ", ".join(f"{name} = [0, {2 if name == 'tokens' else 1e30}]" for name in sizes)
     coefficients = ", ".join(f"{name} = 1e-12" for name in AMOUNTS.start)
     path.write_text(
-        f'name = "mine"\ndescription = "x"\nextends = "castoff"\ndevice = "h200_sxm"\n[fits.op_linear]\nform = "amounts"\n'
+        'name = "mine"\ndescription = "x"\nextends = "castoff"\ndevice = "h200_sxm"\n'
+        '[fits.op_linear]\nform = "amounts"\n'
         f"coefficients = {{ {coefficients} }}\nranges = {{ {ranges} }}\nrows = 1\nmedian_abs_error = 0\n"
         'p90_abs_error = 0\norigin = "calibrated"\nsource = "x"\n'
     )
