@@ -13,7 +13,7 @@ from castoff.casting.hits import Reads, expected_reads
 from castoff.casting.prefill_peak import prefill_peak_bytes
 from castoff.casting.price import BOUNDS, Prices, Pricing, longest_term, price_program, without_link
 from castoff.casting.timeline import Timeline, schedule
-from castoff.dims import Array, Dim, ceil_div, maximum, some
+from castoff.dims import Array, Dim, ceil_div, maximum, minimum, some
 from castoff.errors import CastoffError
 from castoff.model.offload_sizes import pool_sizes
 from castoff.model.record import OffloadCast, record_step
@@ -174,9 +174,8 @@ def batch_of_rank(setup: Setup, classes: Sequence[RequestClass]) -> Batch:
 
 
 def micro_batches(setup: Setup, requests: Dim) -> Dim:
-    """How many micro-batches the requests of the fullest rank are cut into: equal ones, but for the last."""
-    own = ceil_div(requests, setup.mesh.dp.size)
-    return ceil_div(own, ceil_div(requests, setup.mesh.dp.size * setup.mesh.pp.size))
+    """How many micro-batches the requests of the fullest rank are cut into: one per stage, as even as can be."""
+    return minimum(ceil_div(requests, setup.mesh.dp.size), setup.mesh.pp.size)
 
 
 def total_tokens(entry: RequestClass) -> int:

@@ -84,3 +84,14 @@ def test_figures_of_another_vendor_s_stack_are_assumed() -> None:
     assert "cann-ge is for devices of ascend; on h200_sxm all its figures are assumed" in theirs.notes
     origins = {price.origin for block in theirs.cast.prices.values() for price in block}
     assert origins == {"assumed"}
+
+
+def test_more_prompts_are_never_faster_in_a_pipeline() -> None:
+    pipelined = replace(TP8, parallel=Parallel(num_devices=8, tp_size=2, pp_size=4))
+    latencies = [prefill(32, pipelined, num_queries=requests).latency_s for requests in range(1, 18)]
+    assert (np.diff(latencies) >= -1e-12).all()
+    decodes = [
+        castoff.cast(GLM_5, H200, replace(pipelined, workload=Workload(num_queries=requests, context_length=4096)))
+        for requests in range(1, 18)
+    ]
+    assert (np.diff([step.latency_s for step in decodes]) >= -1e-12).all()
