@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 
 REPOSITORY = Path(__file__).parent.parent
 SHARED_DATA_VARIABLE = "CASTOFF_SHARED_DATA"
+
+# Of tests in the background, shells ignore interrupts, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests run side by side, on matrices that gain nothing from several threads. torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
