@@ -161,14 +161,14 @@ def check_fits(backend: Backend, device: Device) -> None:
             raise CastoffError(
                 f"{where}.ranges: the sizes of {fit.form} are {', '.join(form.sizes)}, got {', '.join(fit.ranges)}"
             )
+        if fit.measured is not None:
+            _check_measured(fit, fit.measured, where)
         _check_terms(fit, form, where, device)
 
 
 def _check_terms(fit: Fit, form: Form, where: str, device: Device) -> None:
     """Try the fit at the least sizes that it was made from."""
     sizes = {name: max(least, 1.0) for name, (least, _) in fit.ranges.items()}
-    if fit.measured is not None:
-        _check_measured(fit, fit.measured, where)
     axes = form.axes(sizes)
     wrong = [] if fit.correction is None else [name for name in fit.correction.axes if name not in axes]
     if wrong:
